@@ -1,0 +1,387 @@
+"""The run file: every setting, its default, and whether it defines the bits of the run.
+
+This is the one place where defaults stand. A run file is TOML with one table per class below; dotted overrides
+(`train.steps=200`) come on top. A key this file does not know is an error that names the nearest one it does.
+
+A field made with `free(...)` may change between a run and its resumption; every other field defines the bits.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+
+from lanewise.errors import UserError
+
+
+def free(default: Any, description: str, **limits: Any) -> Any:
+    """A field that does not define the bits of the run: it may differ when the run is resumed."""
+    return Field(default, description=description, json_schema_extra={"free": True}, **limits)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+# ---------------------------------------------------------------------------------------------------------- model
+
+
+class RopeScaling(Section):
+    """How rotary frequencies are stretched for contexts longer than the pre-training length."""
+
+    kind: Literal["linear", "llama3", "yarn"]
+    factor: float = Field(description="how many times longer the context gets", ge=1)
+    original_length: int = Field(4096, description="tokens of context before stretching", ge=1)
+    low_freq_factor: float = Field(1.0, description="llama3: wavelengths longer than length/this are fully stretched")
+    high_freq_factor: float = Field(4.0, description="llama3: wavelengths shorter than length/this are kept")
+    beta_fast: float = Field(32.0, description="yarn: rotations above which a frequency is kept")
+    beta_slow: float = Field(1.0, description="yarn: rotations below which a frequency is fully stretched")
+    mscale: float = Field(1.0, description="yarn: weight of the attention temperature")
+    mscale_all_dim: float = Field(0.0, description="yarn: the same, for the whole softmax scale (0: off)")
+
+
+class ModelBase(Section):
+    preset: str = Field("tiny", description="start from this named model; other keys override it")
+    vocab_size: int = Field(0, description="rows of the embedding; 0 takes the tokenizer's size", ge=0)
+    layers: int = Field(description="transformer blocks", ge=1)
+    hidden: int = Field(description="width of the residual stream", ge=1)
+    heads: int = Field(description="query heads", ge=1)
+    ffn_hidden: int = Field(description="inner width of a dense feed-forward", ge=1)
+    rope_theta: float = Field(10000.0, description="base of the rotary frequencies", gt=0)
+    rope_scaling: RopeScaling | None = Field(None, description="stretching of rotary frequencies")
+    tie_embeddings: bool = Field(False, description="the output head is the embedding")
+    norm_eps: float = Field(1e-6, description="epsilon of RMSNorm", gt=0)
+    init_std: float = Field(0.02, description="standard deviation of initial weights", gt=0)
+    dropout: float = Field(0.0, description="probability of dropping an element of each block's output", ge=0, lt=1)
+
+
+class DenseModel(ModelBase):
+    """Llama 3 and Qwen 2/3: GQA, SwiGLU, RoPE, optional qk-norm and biases."""
+
+    family: Literal["dense"]
+    kv_heads: int = Field(description="key/value heads (GQA)", ge=1)
+    head_dim: int = Field(0, description="width of a head; 0 is hidden / heads", ge=0)
+    qk_norm: bool = Field(False, description="RMSNorm on each query and key head (Qwen3)")
+    qkv_bias: bool = Field(False, description="biases on the q, k and v projections (Qwen2)")
+
+    @model_validator(mode="after")
+    def _sizes(self) -> "DenseModel":
+        if self.head_dim == 0 and self.hidden % self.heads:
+            raise ValueError(
+                f"hidden {self.hidden} is not divisible by heads {self.heads}: change one, or set head_dim"
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} is not divisible by kv_heads {self.kv_heads}: change one of them")
+        if self.head_size % 2:
+            raise ValueError(f"head_dim {self.head_size} is odd: rotary embedding needs an even width")
+        return self
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.hidden // self.heads
+
+
+class DeepSeekModel(ModelBase):
+    """DeepSeek-V3: multi-head latent attention, mixture of experts, multi-token prediction (arXiv:2412.19437)."""
+
+    family: Literal["deepseek"]
+    q_lora_rank: int = Field(description="rank of the query projection; 0 projects directly", ge=0)
+    kv_lora_rank: int = Field(description="rank of the joint key/value latent", ge=1)
+    qk_nope_head_dim: int = Field(description="width of a query/key head without position", ge=1)
+    qk_rope_head_dim: int = Field(description="width of the rotary part, shared by all key heads", ge=2)
+    v_head_dim: int = Field(description="width of a value head", ge=1)
+    dense_layers: int = Field(1, description="first blocks with a dense feed-forward instead of experts", ge=0)
+    experts: int = Field(description="routed experts in a layer", ge=1)
+    experts_per_token: int = Field(description="routed experts each token goes to", ge=1)
+    shared_experts: int = Field(1, description="experts every token goes to", ge=0)
+    expert_hidden: int = Field(description="inner width of one expert", ge=1)
+    expert_groups: int = Field(1, description="groups of experts for group-limited routing", ge=1)
+    groups_per_token: int = Field(1, description="groups a token may choose experts from", ge=1)
+    routed_scale: float = Field(1.0, description="factor on the routed experts' weights", gt=0)
+    norm_topk: bool = Field(True, description="chosen experts' weights sum to one before routed_scale")
+    bias_speed: float = Field(0.001, description="step of the balancing bias; 0 turns it off", ge=0)
+    balance_loss: float = Field(0.0001, description="weight of the sequence-wise balance loss; 0 turns it off", ge=0)
+    mtp_layers: int = Field(1, description="extra prediction depths (multi-token prediction)", ge=0)
+    mtp_weight: float = Field(0.3, description="weight of the extra predictions' mean loss", ge=0)
+
+    @model_validator(mode="after")
+    def _sizes(self) -> "DeepSeekModel":
+        if self.qk_rope_head_dim % 2:
+            raise ValueError(f"qk_rope_head_dim {self.qk_rope_head_dim} is odd: rotary embedding needs an even width")
+        if self.experts % self.expert_groups:
+            raise ValueError(f"experts {self.experts} is not divisible by expert_groups {self.expert_groups}")
+        if self.groups_per_token > self.expert_groups:
+            raise ValueError(f"groups_per_token {self.groups_per_token} exceeds expert_groups {self.expert_groups}")
+        choice = self.experts // self.expert_groups * self.groups_per_token
+        if self.experts_per_token > choice:
+            raise ValueError(f"experts_per_token {self.experts_per_token} exceeds the {choice} a token may choose from")
+        if self.expert_groups > 1 and self.experts // self.expert_groups < 2:
+            raise ValueError("a group needs at least 2 experts (its score is the sum of its two best)")
+        return self
+
+
+Model = Annotated[DenseModel | DeepSeekModel, Field(discriminator="family")]
+
+
+@cache
+def presets() -> dict[str, dict[str, Any]]:
+    """Named models: the tiny default up to published sizes, each with its source (`presets.toml`)."""
+    return tomllib.loads((Path(__file__).parent / "presets.toml").read_text(encoding="utf-8"))
+
+
+# ----------------------------------------------------------------------------------------------------------- data
+
+
+class Data(Section):
+    source: str = Field("python", description="'python' (this interpreter's library), a file, folder or glob")
+    text_field: str = Field("text", description="column that holds the text (JSONL, Parquet)")
+    tokenizer: str = Field("bpe", description="'bpe' trains one on the data, 'bytes', or a tokenizer.json to use")
+    vocab_size: int = Field(4096, description="entries of a trained BPE tokenizer", ge=257)
+    errors: Literal["error", "replace", "skip"] = Field("error", description="what to do with text that is not UTF-8")
+    held_out: float = Field(0.01, description="share of documents kept for validation", ge=0, lt=1)
+    pack: Literal["stream", "document"] = Field(
+        "stream", description="stream: windows over the joined text; document: windows never cross documents, padded"
+    )
+    shuffle: bool = Field(True, description="visit windows in a keyed order that differs per epoch")
+    record_samples: bool = free(False, "write samples.jsonl: which samples each slot read")
+    cache: str = free("~/.cache/lanewise", "folder for tokenizers and token files")
+
+
+class Batch(Section):
+    lanes: int = Field(4, description="virtual workers; a step's gradient is the sum over lanes", ge=1)
+    microbatches: int = Field(1, description="microbatches per lane in a step (gradient accumulation)", ge=1)
+    size: int = Field(4, description="sequences in a microbatch", ge=1)
+    sequence_length: int = Field(256, description="tokens in a sequence", ge=2)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences in one step."""
+        return self.lanes * self.microbatches * self.size
+
+
+# ------------------------------------------------------------------------------------------------------- training
+
+
+class Train(Section):
+    steps: int = Field(200, description="steps of the run; the schedule spans them", ge=1)
+    epochs: float = Field(0, description="if > 0: stop after this many passes over the data instead of `steps`", ge=0)
+    seed: int = Field(0, description="seed of weights, order and dropout", ge=0, lt=2**63)
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16 keeps fp32 master weights and sums")
+    compile: bool = Field(False, description="torch.compile the blocks: slower start, faster steps, other bits")
+    threads: int = Field(1, description="compute threads per process", ge=1)
+    deterministic: bool = Field(True, description="deterministic kernels on CUDA (always so on CPU)")
+    max_skips: int = free(10, "stop after this many non-finite steps in a row", ge=1)
+
+
+class Layout(Section):
+    zero: Literal[0, 1, 2] = free(1, "across replicas: 1 shards the optimizer, 2 also frees full gradients early")
+    bucket_mb: float = Field(8.0, description="fp32 gradient bytes exchanged at once, in MB (2^20)", gt=0)
+
+
+class Optimizer(Section):
+    name: Literal["adamw"] = "adamw"
+    lr: float = Field(1e-3, description="peak learning rate", ge=0)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        (0.9, 0.95), description="decay of the first and second moments"
+    )
+    eps: float = Field(1e-8, description="added to the root of the second moment", gt=0)
+    weight_decay: float = Field(0.1, description="decoupled decay, times lr", ge=0)
+    no_decay: tuple[Literal["norm", "bias", "embedding"], ...] = Field(
+        ("norm", "bias"), description="kinds of parameters that do not decay"
+    )
+    clip: float = Field(1.0, description="largest norm of the whole gradient; 0 turns clipping off", ge=0)
+
+
+class Schedule(Section):
+    kind: Literal["cosine", "linear", "wsd", "constant"] = Field("cosine", description="shape after warm-up")
+    warmup: int = Field(20, description="steps of linear warm-up", ge=0)
+    min_ratio: float = Field(0.1, description="last learning rate / peak", ge=0, le=1)
+    decay_fraction: float = Field(0.2, description="wsd: share of the steps spent decaying at the end", gt=0, le=1)
+
+
+class Checkpoint(Section):
+    every: int = free(50, "steps between checkpoints; 0 writes only the last", ge=0)
+    keep: int = free(2, "newest checkpoints kept; the last good one always is", ge=1)
+    background: bool = free(True, "write from a snapshot while training goes on")
+
+
+class Eval(Section):
+    every: int = free(50, "steps between evaluations on held-out text; 0 is never", ge=0)
+    sequences: int = free(256, "held-out sequences evaluated; 0 is all", ge=0)
+
+
+class Observe(Section):
+    every: int = free(1, "steps between progress lines off a terminal", ge=1)
+
+
+class Run(Section):
+    """A whole run file."""
+
+    name: str = free("default", "name of the run and of its output folder", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    model: Model = Field(default_factory=lambda: load_model({}), description="what is trained")
+    data: Data = Data()
+    batch: Batch = Batch()
+    train: Train = Train()
+    layout: Layout = Layout()
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    checkpoint: Checkpoint = Checkpoint()
+    eval: Eval = Eval()
+    observe: Observe = Observe()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, raw: Any) -> Any:
+        if isinstance(raw, dict) and isinstance(raw.get("model", {}), dict):
+            raw = {**raw, "model": expand_preset(raw.get("model", {}))}
+        return raw
+
+
+# -------------------------------------------------------------------------------------------------------- loading
+
+
+def expand_preset(raw: dict[str, Any]) -> dict[str, Any]:
+    """The preset's fields with the user's on top. A resolved model (all fields present) comes out unchanged."""
+    name = raw.get("preset", "tiny")
+    if name not in presets():
+        raise UserError(f"model.preset: no model named {name!r}{_nearest(str(name), presets())}")
+    base = presets()[name]
+    if raw.get("family", base["family"]) != base["family"]:
+        raise UserError(f"model.family: preset {name!r} is of family {base['family']!r}; choose another preset")
+    return {"preset": name, **base, **raw}
+
+
+def load_model(raw: dict[str, Any]) -> DenseModel | DeepSeekModel:
+    """A model's settings from its preset name and overriding fields."""
+    try:
+        return TypeAdapter[DenseModel | DeepSeekModel](Model).validate_python(expand_preset(raw))
+    except ValidationError as e:
+        raise UserError(_explain(e, prefix="model")) from None
+
+
+def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Run:
+    """Read a run file (TOML; none: all defaults) and put `section.key=value` overrides on top.
+
+    Raises UserError, one line with the remedy, on anything that is wrong with either.
+    """
+    raw: dict[str, Any] = {}
+    if path is not None:
+        try:
+            raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UserError(f"{path}: no such run file (overrides are written section.key=value)") from None
+        except (OSError, UnicodeDecodeError) as e:
+            raise UserError(f"{path}: cannot read the run file: {e}") from None
+        except tomllib.TOMLDecodeError as e:
+            raise UserError(f"{path}: not valid TOML: {e}") from None
+    for item in overrides:
+        key, sign, value = item.partition("=")
+        if not sign or not key:
+            raise UserError(f"{item!r} is not an override: write section.key=value")
+        _put(raw, key.strip().split("."), _value(value.strip()), item)
+    try:
+        return Run.model_validate(raw)
+    except ValidationError as e:
+        raise UserError(_explain(e)) from None
+
+
+def _put(raw: dict[str, Any], keys: list[str], value: Any, item: str) -> None:
+    node = raw
+    for key in keys[:-1]:
+        node = node.setdefault(key, {})
+        if not isinstance(node, dict):
+            raise UserError(f"{item!r}: {key} is a value, not a section")
+    node[keys[-1]] = value
+
+
+def _value(text: str) -> Any:
+    """TOML where it parses (numbers, booleans, arrays, quoted strings), else the bare word."""
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _nearest(word: str, known: Sequence[str] | dict[str, Any]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(known))}"
+
+
+def _explain(error: ValidationError, prefix: str = "") -> str:
+    """The first problem of a pydantic error as one line."""
+    first = error.errors()[0]
+    tags = {"dense", "deepseek"}
+    place = [prefix] * bool(prefix) + [str(p) for p in first["loc"] if p not in tags]
+    key = ".".join(place)
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    if first["type"] == "extra_forbidden":
+        return f"{key}: unknown key{_nearest(place[-1], _fields_of(first['loc'], prefix))}{more}"
+    message = first["msg"].removeprefix("Value error, ").replace("\n", " ")
+    given = first.get("input")
+    shown = "" if isinstance(given, dict | BaseModel) else f", got {given!r}"
+    return f"{key}: {message[0].lower()}{message[1:]}{shown}{more}"
+
+
+def _fields_of(loc: tuple[Any, ...], prefix: str) -> list[str]:
+    """Names of the fields beside the unknown key at `loc`."""
+    families = {"dense": DenseModel, "deepseek": DeepSeekModel}
+    section: Any = Run
+    for part in loc[:-1]:
+        if part in families:
+            section = families[part]
+        elif part == "rope_scaling":
+            section = RopeScaling
+        elif part != "model":
+            section = Run.model_fields[part].annotation
+    if prefix == "model" and section is Run:
+        section = next((families[p] for p in loc if p in families), DeepSeekModel)
+    return list(section.model_fields)
+
+
+# -------------------------------------------------------------------------------------------------------- writing
+
+
+def dump(run: Run) -> str:
+    """The resolved run file as TOML, every default in it, each with its description."""
+    lines = [f"name = {_toml(run.name)}"]
+    for name in type(run).model_fields:
+        section = getattr(run, name)
+        if isinstance(section, Section):
+            lines += ["", f"[{name}]"]
+            for key, field in type(section).model_fields.items():
+                value = getattr(section, key)
+                if value is not None:
+                    note = f"  # {field.description}" if field.description else ""
+                    lines.append(f"{key} = {_toml(value)}{note}")
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
+        return f'"{escaped}"'
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(_toml(v) for v in value) + "]"
+    if isinstance(value, BaseModel):
+        return "{ " + ", ".join(f"{k} = {_toml(v)}" for k, v in value if v is not None) + " }"
+    return repr(value)
+
+
+def differences(old: Run, new: Run) -> Iterator[tuple[str, Any, Any]]:
+    """(key, old, new) of each setting that defines the bits and differs."""
+    for name in Run.model_fields:
+        a, b = getattr(old, name), getattr(new, name)
+        if not isinstance(a, Section):
+            continue
+        for key in {**type(a).model_fields, **type(b).model_fields}:
+            field = type(a).model_fields.get(key) or type(b).model_fields[key]
+            is_free = isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("free")
+            x, y = getattr(a, key, None), getattr(b, key, None)
+            if not is_free and x != y and (name, key) != ("model", "preset"):
+                yield f"{name}.{key}", x, y
