@@ -152,9 +152,9 @@ class Data(Section):
 
 
 class Batch(Section):
-    lanes: int = Field(4, description="virtual workers; a step's gradient is the sum over lanes", ge=1)
+    lanes: int = Field(8, description="virtual workers; a step's gradient is the sum over lanes", ge=1)
     microbatches: int = Field(1, description="microbatches per lane in a step (gradient accumulation)", ge=1)
-    size: int = Field(4, description="sequences in a microbatch", ge=1)
+    size: int = Field(2, description="sequences in a microbatch", ge=1)
     sequence_length: int = Field(256, description="tokens in a sequence", ge=2)
 
     @property
@@ -323,6 +323,8 @@ def _explain(error: ValidationError, prefix: str = "") -> str:
     message = first["msg"].removeprefix("Value error, ").replace("\n", " ")
     given = first.get("input")
     shown = "" if isinstance(given, dict | BaseModel) else f", got {given!r}"
+    if not key:
+        return message + more
     return f"{key}: {message[0].lower()}{message[1:]}{shown}{more}"
 
 
