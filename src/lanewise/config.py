@@ -344,6 +344,18 @@ def _fields_of(loc: tuple[Any, ...], prefix: str) -> list[str]:
     return list(section.model_fields)
 
 
+def with_vocabulary(run: Run, vocabulary: int) -> Run:
+    """The run with `model.vocab_size` filled in from the tokenizer's `vocabulary`, or checked against it."""
+    if run.model.vocab_size == 0:
+        return run.model_copy(update={"model": run.model.model_copy(update={"vocab_size": vocabulary})})
+    if run.model.vocab_size < vocabulary:
+        raise UserError(
+            f"model.vocab_size {run.model.vocab_size} is smaller than the tokenizer's {vocabulary}: "
+            f"raise it, or leave it at 0 to take the tokenizer's"
+        )
+    return run
+
+
 # -------------------------------------------------------------------------------------------------------- writing
 
 

@@ -1,0 +1,58 @@
+"""The program `lanewise`: one verb, one file beside this one. Nothing heavy is imported before a verb runs."""
+
+import argparse
+import importlib
+import sys
+
+from lanewise import __version__
+from lanewise.errors import EXIT_FAILED, EXIT_USER, UserError
+
+VERBS = {
+    "train": "train a model: the main job",
+    "eval": "loss of a checkpoint on held-out or other text",
+    "generate": "continue a text with a checkpoint",
+    "inspect": "look into a run or checkpoint: step, layout, sizes, weights hash, health",
+    "doctor": "is this machine fit; what is missing",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one verb; returns the exit code: 0 done, 2 wrong input, 75 resumable, 1 anything else."""
+    words = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(
+        prog="lanewise",
+        description="Train large neural networks over many devices; the same bits on any number of replicas.",
+        epilog="example: lanewise train data.source=corpus/ train.steps=500",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"lanewise {__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for verb, text in VERBS.items():
+        # Only the verb that is asked for is imported: each adds its own arguments, and its `run` is the rest.
+        if words and words[0] == verb:
+            module = importlib.import_module(f"lanewise.cli.{verb}")
+            sub = verbs.add_parser(
+                verb,
+                help=text,
+                description=module.__doc__,
+                epilog=module.EXAMPLE,
+                formatter_class=argparse.RawDescriptionHelpFormatter,
+            )
+            module.add_arguments(sub)
+            sub.add_argument("--json", action="store_true", help="print for machines")
+        else:
+            verbs.add_parser(verb, help=text)
+    arguments = parser.parse_args(words)
+    try:
+        return importlib.import_module(f"lanewise.cli.{arguments.verb}").run(arguments)
+    except UserError as error:
+        print(f"lanewise: {error}", file=sys.stderr)
+        return EXIT_USER
+    except BrokenPipeError:
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""Spawn local workers and watch them: if one dies the others stop, and the error says who, where and why.
+
+Workers are forked from one server process that has imported torch already, so eight of them start as quickly as one.
+This module does not import torch: the launcher prepares the data while the server imports it.
+"""
+
+import importlib
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from multiprocessing import connection, forkserver
+from typing import Any
+
+from lanewise.elastic.status import Board
+from lanewise.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER
+
+WORKER = "lanewise.worker"
+GRACE = 2.0  # seconds in which the other workers may report what they saw of a failure before they are killed
+
+
+@dataclass(frozen=True)
+class Report:
+    """A worker's account of its own failure. `echo`: it only saw a peer go away."""
+
+    rank: int
+    step: int
+    phase: str
+    message: str
+    traceback: str
+    code: int = EXIT_FAILED
+    echo: bool = False
+
+
+def warm_up() -> Any:
+    """Start the server process that workers are forked from; it imports torch while the caller goes on."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([WORKER])
+    forkserver.ensure_running()
+    return context
+
+
+def launch(job: Any, workers: int) -> int:
+    """Run `job` on `workers` local processes; returns the exit code of the run.
+
+    Ctrl-C or SIGTERM once: the workers finish the step, write a checkpoint, and the run exits 75. Twice: at once.
+    """
+    context = warm_up()
+    board = Board(context, workers)
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))  # the kernel picks a free port, and the socket itself is handed to rank 0
+    listener.listen()
+    port = listener.getsockname()[1]
+    processes, pipes = [], []
+    for rank in range(workers):
+        ours, theirs = context.Pipe(duplex=False)
+        arguments = (WORKER, rank, workers, job, board, theirs, port, listener if rank == 0 else None)
+        process = context.Process(target=_enter, args=arguments, name=f"lanewise-{rank}")
+        process.start()
+        theirs.close()
+        processes.append(process)
+        pipes.append(ours)
+    listener.close()
+    with _Signals(processes) as signals:
+        try:
+            return _watch(processes, pipes, board, signals)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+            for process in processes:
+                process.join()
+
+
+def _enter(module: str, *arguments: Any) -> None:
+    importlib.import_module(module).work(*arguments)
+
+
+class _Signals:
+    """The first SIGINT or SIGTERM is passed on to the workers as SIGTERM; the second kills them."""
+
+    def __init__(self, processes: list[Any]) -> None:
+        self.processes = processes
+        self.count = 0
+
+    def __enter__(self) -> "_Signals":
+        self.old = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.old.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _frame: object) -> None:
+        self.count += 1
+        if self.count == 1:
+            os.write(2, b"\nstopping after this step (once more: at once)\n")
+        for process in self.processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGTERM if self.count == 1 else signal.SIGKILL)
+
+
+def _watch(processes: list[Any], pipes: list[Any], board: Board, signals: _Signals) -> int:
+    """Wait for all workers. On the first failure give the others a moment to report, then stop them."""
+    running = {process.sentinel: rank for rank, process in enumerate(processes)}
+    reports: dict[int, Report] = {}
+    deaths: list[tuple[int, int]] = []  # (rank, exit code) in order of death
+    codes: set[int] = set()
+    deadline: float | None = None
+    while running and (deadline is None or time.monotonic() < deadline):
+        wait = None if deadline is None else max(0.0, deadline - time.monotonic())
+        for sentinel in connection.wait(list(running), timeout=wait):
+            rank = running.pop(sentinel)  # type: ignore[call-overload]
+            processes[rank].join()
+            code = processes[rank].exitcode
+            if pipes[rank].poll():
+                reports[rank] = pipes[rank].recv()
+            if code in (EXIT_DONE, EXIT_RESUMABLE) and board.read(rank)[3]:
+                codes.add(code)
+            else:
+                deaths.append((rank, code))
+        if deaths and deadline is None:
+            deadline = time.monotonic() + GRACE
+        if deaths and any(rank in reports and not reports[rank].echo for rank, _ in deaths):
+            break
+    if signals.count > 1:
+        print("stopped at once: the last checkpoint is the point to resume from", file=sys.stderr)
+        return 130
+    if not deaths:
+        return EXIT_RESUMABLE if EXIT_RESUMABLE in codes else EXIT_DONE
+    return _explain(deaths, reports, board)
+
+
+def _explain(deaths: list[tuple[int, int]], reports: dict[int, Report], board: Board) -> int:
+    """Print who failed first and why; workers that only saw a peer vanish are not the cause."""
+    for report in reports.values():
+        if report.code == EXIT_USER:
+            print(f"lanewise: {report.message}", file=sys.stderr)
+            return EXIT_USER
+    own = [reports[rank] for rank, _ in deaths if rank in reports and not reports[rank].echo]
+    silent = [(rank, code) for rank, code in deaths if rank not in reports]
+    if own:
+        first = own[0]
+        print(first.traceback, file=sys.stderr, end="")
+        print(
+            f"lanewise: rank {first.rank} failed at step {first.step} in {first.phase}: {first.message}",
+            file=sys.stderr,
+        )
+    elif silent:
+        rank, code = silent[0]
+        step, phase, _, _ = board.read(rank)
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left early with exit code {code}"
+        print(f"lanewise: rank {rank} {how} at step {step} in {phase}", file=sys.stderr)
+    else:
+        report = reports[deaths[0][0]]
+        print(report.traceback, file=sys.stderr, end="")
+        print(f"lanewise: rank {report.rank} lost its peers at step {report.step} in {report.phase}", file=sys.stderr)
+    print("lanewise: all workers stopped; the same command resumes from the last checkpoint", file=sys.stderr)
+    return EXIT_FAILED

@@ -1,0 +1,237 @@
+"""From microbatch gradients to the canonical sum, while backward still runs.
+
+Within a lane the microbatches' gradients add up in order, in fp32; across lanes along the canonical tree. A replica
+adds up the tree nodes that lie inside its range of lanes and the exchange does the rest:
+
+    all-to-all (each replica gets its chunk of everyone's nodes) -> tree sum of the chunks
+
+On the wire this is the first half of a ring all-reduce. The second half, the all-gather, belongs to the optimizer:
+with ZeRO-1/2 it carries updated weights, with ZeRO-0 the reduced gradient.
+
+A bucket leaves as soon as its last gradient has arrived, and buckets leave in the same order on every replica, or
+their collectives would not match.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lanewise.lanes.assignment import lanes_of
+from lanewise.lanes.flat import Bucket
+from lanewise.lanes.tree import TreeSum, cover
+
+
+class Reducer:
+    """Sums gradients over microbatches and lanes.
+
+    For each lane, in order, run its microbatches' backward passes, each inside `begin` ... `end`; then `finish`
+    returns one reduced chunk per bucket.
+
+    free_early: give gradient buffers back to the allocator after each exchange (ZeRO-2) instead of keeping them.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        lanes: int,
+        microbatches: int,
+        group: dist.ProcessGroup | None,
+        replicas: int,
+        replica: int,
+        free_early: bool,
+    ) -> None:
+        self.lanes, self.microbatches = lanes, microbatches
+        self.mine = lanes_of(replica, replicas, lanes)
+        nodes = [
+            cover(r.start, r.stop, lanes) for r in (lanes_of(other, replicas, lanes) for other in range(replicas))
+        ]
+        self.sums = [_BucketSum(b, lanes, group, nodes, replica, free_early) for b in buckets]
+        self._launched = 0
+        for bucket_sum in self.sums:
+            for index, place in enumerate(bucket_sum.bucket.places):
+                place.parameter.register_post_accumulate_grad_hook(self._hook(bucket_sum, index))
+
+    def _hook(self, bucket_sum: "_BucketSum", index: int):  # type: ignore[no-untyped-def]
+        def arrived(parameter: nn.Parameter) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None
+            if bucket_sum.take(index, gradient):
+                self._launch()
+
+        return arrived
+
+    def begin(self, lane: int, k: int) -> None:
+        """Before the forward of microbatch `k` of `lane`."""
+        for bucket_sum in self.sums:
+            bucket_sum.begin(lane, first=k == 0, last=k == self.microbatches - 1, final=lane == self.mine[-1])
+
+    def end(self) -> None:
+        """After that microbatch's backward: parameters it did not use get a zero gradient."""
+        for bucket_sum in self.sums:
+            bucket_sum.take_missing()
+        self._launch()
+
+    def _launch(self) -> None:
+        while self._launched < len(self.sums) and self.sums[self._launched].ready:
+            self.sums[self._launched].launch()
+            self._launched += 1
+
+    def finish(self) -> list[Tensor]:
+        """This replica's chunk of each bucket's gradient, summed over all lanes: [chunk] fp32, valid until `begin`."""
+        assert self._launched == len(self.sums), "a lane is missing"
+        self._launched = 0
+        return [bucket_sum.finish() for bucket_sum in self.sums]
+
+    def abandon(self) -> None:
+        """Forget a step that did not finish."""
+        self._launched = 0
+        for bucket_sum in self.sums:
+            bucket_sum.reset()
+
+
+class _BucketSum:
+    """One bucket's gradient on its way through lanes and replicas."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        lanes: int,
+        group: dist.ProcessGroup | None,
+        nodes: Sequence[list[tuple[int, int]]],
+        replica: int,
+        free_early: bool,
+    ) -> None:
+        self.bucket, self.lanes, self.group = bucket, lanes, group
+        self.nodes, self.replica, self.free_early = nodes, replica, free_early
+        self.pool: list[Tensor] = []
+        self.reduced: Tensor | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        self.ready = False
+        self.target: Tensor | None = None
+        self.tree = TreeSum[Tensor](self.lanes, self._merge)
+        self.works: list[dist.Work] = []
+        self.received: list[Tensor] = []
+
+    # ---------------------------------------------------------------------------------------- one microbatch
+
+    def begin(self, lane: int, first: bool, last: bool, final: bool) -> None:
+        self.lane, self.last, self.final = lane, last, final
+        self.missing = set(range(len(self.bucket.places)))
+        self.fresh = first
+        if first:
+            top = self.tree.nodes[-1] if self.tree.nodes else None
+            # A lane of one microbatch that is a right sibling is added straight onto the left one: the same sum as
+            # in a buffer of its own, without the buffer.
+            self.onto_sibling = last and lane % 2 == 1 and top is not None and top.size == 1
+            if self.onto_sibling:
+                assert top is not None
+                self.target, self.fresh = top.value, False
+            else:
+                self.target = self._buffer()
+
+    def take(self, index: int, gradient: Tensor) -> bool:
+        """Add one parameter's gradient; True if it was the last one that the exchange of this bucket waited for."""
+        assert self.target is not None
+        place = self.bucket.places[index]
+        part = self.target[place.start : place.stop].view(place.spec.shape)
+        if self.fresh:
+            part.copy_(gradient)
+        else:
+            part.add_(gradient)
+        self.missing.discard(index)
+        if not self.missing:
+            self._complete()
+        return self.ready
+
+    def take_missing(self) -> None:
+        if not self.missing:
+            return
+        assert self.target is not None
+        if self.fresh:
+            for index in self.missing:
+                place = self.bucket.places[index]
+                self.target[place.start : place.stop].zero_()
+        self.missing.clear()
+        self._complete()
+
+    def _complete(self) -> None:
+        """All gradients of this microbatch are in; after the lane's last one, the lane joins the tree."""
+        if not self.last:
+            return
+        assert self.target is not None
+        if self.onto_sibling:
+            left = self.tree.nodes.pop()
+            self.tree.push(left.start, left.value, size=2)
+        else:
+            self.tree.push(self.lane, self.target)
+        self.target = None
+        self.ready = self.final
+
+    def _merge(self, left: Tensor, right: Tensor) -> Tensor:
+        left.add_(right)
+        self.pool.append(right)
+        return left
+
+    def _buffer(self) -> Tensor:
+        """A gradient buffer whose padding is zero (parameters' places are overwritten)."""
+        if self.pool:
+            return self.pool.pop()
+        return torch.zeros(self.bucket.size, dtype=torch.float32, device=self.bucket.weights.device)
+
+    # -------------------------------------------------------------------------------------------- the exchange
+
+    def launch(self) -> None:
+        """Send each replica its chunk of this replica's nodes; one all-to-all for each rank of node.
+
+        A replica has few nodes, mostly one. Sending the j-th node of every replica in the j-th call needs no packing:
+        a flat buffer already lies chunk by chunk in the order of the replicas.
+        """
+        self.ready = False
+        if self.group is None:
+            return
+        chunk = self.bucket.chunk
+        for j in range(max(len(n) for n in self.nodes)):
+            have = [j < len(n) for n in self.nodes]
+            mine = self.tree.nodes[j].value if have[self.replica] else self.bucket.weights.new_empty(0).float()
+            received = torch.empty(sum(have) * chunk, dtype=torch.float32, device=mine.device)
+            work = dist.all_to_all_single(
+                received,
+                mine,
+                output_split_sizes=[h * chunk for h in have],
+                input_split_sizes=[have[self.replica] * chunk] * len(have),
+                group=self.group,
+                async_op=True,
+            )
+            assert work is not None
+            self.works.append(work)
+            self.received.append(received)
+
+    def finish(self) -> Tensor:
+        if self.group is None:
+            root = self.tree.root()
+            self.pool.append(root)  # reused at the next step's first microbatch, after the optimizer has read it
+            self.reset()
+            return root
+        for work in self.works:
+            work.wait()
+        sent = [node.value for node in self.tree.nodes]
+        if self.free_early:
+            self.pool.clear()
+        else:
+            self.pool += sent
+        del sent
+        chunk = self.bucket.chunk
+        chunks = [iter(received.split(chunk)) for received in self.received]
+        tree = TreeSum[Tensor](self.lanes, lambda left, right: left.add_(right))
+        for nodes in self.nodes:
+            for j, (start, size) in enumerate(nodes):
+                tree.push(start, next(chunks[j]), size)
+        if self.reduced is None:
+            self.reduced = torch.empty(chunk, dtype=torch.float32, device=self.bucket.weights.device)
+        self.reduced.copy_(tree.root())
+        self.reset()
+        return self.reduced

@@ -1,0 +1,83 @@
+"""The vote that makes a step true or void: one small fp64 all-reduce, exact in any order.
+
+Each number in it is either filled in by one replica and zero on the others (losses by lane, norm by block), or an
+integer below 2^53. Adding zeros and such integers is exact, so the sum has the same bits on any number of replicas.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lanewise.lanes.flat import Bucket, norm_positions
+from lanewise.lanes.norm import block_squares
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all replicas agree on about a step.
+
+    loss: mean loss of a valid token; gradient_norm: of the mean gradient, before clipping (both may be non-finite).
+    tokens: valid labels in the step. counts: tokens sent to each expert, [moe layers, experts] int64, or None.
+    """
+
+    loss: float
+    gradient_norm: float
+    tokens: int
+    counts: Tensor | None
+    stop: bool
+
+    @property
+    def finite(self) -> bool:
+        return bool(torch.isfinite(torch.tensor([self.loss, self.gradient_norm], dtype=torch.float64)).all())
+
+
+class Ballot:
+    """One replica's part of the vote, filled in as its lanes run."""
+
+    def __init__(self, lanes: int, counts_shape: tuple[int, ...] | None, device: torch.device) -> None:
+        self.loss = torch.zeros(lanes, dtype=torch.float64, device=device)
+        self.tokens = torch.zeros(lanes, dtype=torch.float64, device=device)
+        self.counts = None
+        if counts_shape is not None:
+            self.counts = torch.zeros(counts_shape, dtype=torch.float64, device=device)
+
+    def add(self, lane: int, loss_sum: Tensor, valid: int, counts: Tensor | None) -> None:
+        self.loss[lane] += loss_sum.double()
+        self.tokens[lane] += valid
+        if self.counts is not None and counts is not None:
+            self.counts += counts
+
+
+class Voter:
+    """Casts and counts the ballots of all replicas."""
+
+    def __init__(self, buckets: Sequence[Bucket], group: dist.ProcessGroup | None) -> None:
+        self.buckets, self.group = buckets, group
+        self.positions, self.blocks = norm_positions(buckets)
+
+    def vote(self, ballot: Ballot, chunks: Sequence[Tensor], stop: bool) -> Verdict:
+        """Raises no error on non-finite numbers: they reach every replica and the step is void on all of them."""
+        squares = ballot.loss.new_zeros(self.blocks)
+        for bucket, positions, chunk in zip(self.buckets, self.positions, chunks, strict=True):
+            first = bucket.own.start // bucket.block
+            mine = positions[first : first + bucket.chunk // bucket.block].to(squares.device)
+            real = mine >= 0
+            squares[mine[real]] = block_squares(chunk, bucket.block)[real]
+        flag = ballot.loss.new_tensor([float(stop)])
+        counts = [] if ballot.counts is None else [ballot.counts.flatten()]
+        parts = [ballot.loss, ballot.tokens, flag, squares, *counts]
+        numbers = torch.cat(parts)
+        if self.group is not None:
+            dist.all_reduce(numbers, group=self.group)
+        losses, tokens, flag, squares, *counts = numbers.split([p.numel() for p in parts])
+        valid = int(tokens.sum().item())
+        return Verdict(
+            loss=losses.sum().item() / max(valid, 1),
+            gradient_norm=squares.sum().sqrt().item() / max(valid, 1),
+            tokens=valid,
+            counts=counts[0].view_as(ballot.counts).to(torch.int64) if ballot.counts is not None else None,
+            stop=flag.item() > 0,
+        )

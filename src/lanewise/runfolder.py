@@ -1,0 +1,39 @@
+"""The folder a run writes to: made once, refused to any other run."""
+
+import os
+from pathlib import Path
+
+from lanewise.config import Run, differences, dump, load
+from lanewise.errors import UserError
+
+
+def open_run(run: Run, out: Path, resume: str) -> None:
+    """Make `out` with its run.toml, or check that the run in it is this one.
+
+    resume: 'auto' goes on with the run in `out` if it is the same; 'never' wants an empty folder; else the path of a
+    checkpoint or run to start a new folder from.
+    Raises UserError if `out` holds another run (naming the first keys that differ) or cannot be written.
+    """
+    file = out / "run.toml"
+    try:
+        if file.exists():
+            _same(file, run, out, resume)
+        else:
+            if (out / "checkpoints").exists():
+                raise UserError(f"{out} holds checkpoints but no run.toml: choose another --out, or restore the file")
+            out.mkdir(parents=True, exist_ok=True)
+        temporary = out / f"run.toml.{os.getpid()}.tmp"
+        temporary.write_text(dump(run), encoding="utf-8")
+        os.replace(temporary, file)
+    except OSError as error:
+        raise UserError(f"{out}: cannot write the run's folder: {error.strerror}: choose another --out") from None
+
+
+def _same(file: Path, run: Run, out: Path, resume: str) -> None:
+    if resume == "never":
+        raise UserError(f"{out} already holds a run: choose another --out, or --resume auto to go on with it")
+    changes = list(differences(load(file), run))
+    if changes:
+        shown = ", ".join(f"{key} was {old!r}, now {new!r}" for key, old, new in changes[:3])
+        more = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
+        raise UserError(f"{out} holds a different run ({shown}{more}): choose another --out, or put these back")

@@ -1,0 +1,214 @@
+"""The training loop. A step is a transaction: compute -> reduce -> vote -> commit; before the commit nothing changes."""
+
+import math
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lanewise import config
+from lanewise.checkpoint.pieces import State
+from lanewise.checkpoint.store import Checkpoints
+from lanewise.data.dataset import Dataset
+from lanewise.elastic.status import Status
+from lanewise.elastic.world import World
+from lanewise.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, UserError
+from lanewise.evaluation import evaluate
+from lanewise.lanes.keys import slot_key
+from lanewise.replica import Replica
+from lanewise.lanes.vote import Ballot, Verdict
+from lanewise.models import build
+from lanewise.observe.display import make_display
+from lanewise.observe.records import Events, JsonLines, cut_after, plain
+from lanewise.schedule import learning_rate
+
+
+class StopRequest:
+    """Set by the first of the given signals; the run then finishes its step and stops. A second one kills."""
+
+    def __init__(self, *signals: signal.Signals) -> None:
+        self.asked = False
+        for number in signals:
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, _frame: object) -> None:
+        self.asked = True
+        signal.signal(number, signal.SIG_DFL)
+
+
+@dataclass
+class Progress:
+    """How far the run is: everything that is not a tensor. updates: steps that were not skipped."""
+
+    step: int = 0
+    updates: int = 0
+    tokens: int = 0
+    skipped: int = 0
+    skipped_in_row: int = 0
+
+
+class Trainer:
+    def __init__(self, job: Job, world: World, status: Status, stop: StopRequest) -> None:
+        self.job, self.run, self.world, self.status, self.stop = job, job.run, world, status, stop
+        self.prints = world.rank == 0
+        self.display = make_display(job.display if self.prints else "none", self.run.observe.every)
+        self.dataset = Dataset(job.data, self.run.data, self.run.batch, self.run.train.seed, self.run.train.epochs)
+        self.steps = self.run.train.steps
+        if self.run.train.epochs:
+            self.steps = self.dataset.steps_per(self.run.train.epochs)
+        self.replica = Replica(self.run, build(self.run.model), world.device, world.group, world.size, world.rank)
+        self.progress = Progress()
+        self.events = Events(JsonLines(job.out / "events.jsonl") if self.prints else None, self.display.note)
+        self.checkpoints = Checkpoints(
+            job.out / "checkpoints",
+            keep=self.run.checkpoint.keep,
+            background=self.run.checkpoint.background,
+            group=world.side,
+            alarm=self.events.alarm,
+        )
+
+    def train(self) -> int:
+        """Run to the end, to `until`, or to a stop request; returns the exit code."""
+        self._resume()
+        last = min(self.steps, self.job.until or self.steps)
+        self.display.start(self.progress.step, self.steps)
+        code = EXIT_DONE
+        with self._records():
+            if self.progress.step == 0 and last > 0:
+                self._evaluate()
+            while self.progress.step < last:
+                verdict = self._step(self.progress.step + 1)
+                if self._due(self.run.eval.every, last):
+                    self._evaluate()
+                if self.progress.skipped_in_row >= self.run.train.max_skips:
+                    code = self._give_up(verdict)
+                    break
+                if verdict.stop and self.progress.step < last:
+                    code = EXIT_RESUMABLE
+                    break
+                if self._due(self.run.checkpoint.every, last=0):
+                    self._save()
+            self._save()
+            if not self.checkpoints.wait() and code == EXIT_DONE:
+                code = EXIT_FAILED
+            self.display.stop()
+            self._farewell(code)
+        return code
+
+    def _due(self, every: int, last: int) -> bool:
+        step = self.progress.step
+        return every > 0 and (step % every == 0 or step == last)
+
+    # ---------------------------------------------------------------------------------------------------- a step
+
+    def _step(self, step: int) -> Verdict:
+        started = time.perf_counter()
+        self.status.begin_step(step)
+        self.events.step = step
+        ballot = self._compute(step)
+        self.status.enter("exchange")
+        chunks = self.replica.reducer.finish()
+        self.status.enter("vote")
+        verdict = self.replica.voter.vote(ballot, chunks, self.stop.asked)
+        self.status.enter("commit")
+        lr = self._learning_rate()
+        if verdict.finite and verdict.tokens:
+            self._commit(verdict, chunks, lr)
+        else:
+            self._skip(verdict)
+        self.progress.step = step
+        self.progress.tokens += verdict.tokens
+        self._record(verdict, lr, time.perf_counter() - started)
+        return verdict
+
+    def _compute(self, step: int) -> Ballot:
+        """Forward and backward of this replica's lanes, in order; changes nothing but gradient buffers."""
+        model, reducer, batch = self.replica.model, self.replica.reducer, self.run.batch
+        ballot = Ballot(batch.lanes, self.replica.counts_shape, self.world.device)
+        model.train()
+        for lane in reducer.mine:
+            for k in range(batch.microbatches):
+                self.status.enter("data")
+                slot = self.dataset.slot(step, lane, k)
+                tokens_BT = torch.from_numpy(slot.tokens_BT).to(self.world.device)
+                labels_BT = torch.from_numpy(slot.labels_BT).to(self.world.device)
+                key = torch.tensor(slot_key(self.run.train.seed, step, lane, k), device=self.world.device)
+                reducer.begin(lane, k)
+                self.status.enter("forward")
+                output = model(tokens_BT, labels_BT, key)
+                self.status.enter("backward")
+                output.loss_sum.backward()
+                reducer.end()
+                ballot.add(lane, output.nll_sum, slot.valid, output.expert_counts)
+        return ballot
+
+    def _learning_rate(self) -> float:
+        return learning_rate(self.run.schedule, self.run.optimizer.lr, self.progress.updates, self.steps)
+
+    def _commit(self, verdict: Verdict, chunks: list[Tensor], lr: float) -> None:
+        """Gradients are sums over tokens: one division here makes them means, and clips."""
+        clip = self.run.optimizer.clip
+        shrink = min(1.0, clip / (verdict.gradient_norm + 1e-6)) if clip else 1.0
+        self.replica.optimizer.step(chunks, divisor=verdict.tokens / shrink, lr=lr)
+        if verdict.counts is not None:
+            self.replica.model.balance(verdict.counts)
+        self.progress.updates += 1
+        self.progress.skipped_in_row = 0
+
+    def _skip(self, verdict: Verdict) -> None:
+        """Every replica sees the same verdict, so all of them skip."""
+        self.progress.skipped += 1
+        self.progress.skipped_in_row += 1
+        reason = "no valid token" if not verdict.tokens else f"loss {verdict.loss}, norm {verdict.gradient_norm}"
+        self.events.alarm("step_skipped", {"reason": reason, "in_row": self.progress.skipped_in_row})
+
+    def _give_up(self, verdict: Verdict) -> int:
+        reason = f"{self.progress.skipped_in_row} steps in a row were not finite (loss {verdict.loss})"
+        self.events.alarm("stopped", {"reason": reason, "remedy": "lower optimizer.lr or try train.precision=fp32"})
+        return EXIT_FAILED
+
+    # ---------------------------------------------------------------------------------------- what the run writes
+
+    def _record(self, verdict: Verdict, lr: float, seconds: float) -> None:
+        if not self.prints:
+            return
+        seconds_by_phase = {f"{k}_s": round(v, 6) for k, v in self.status.seconds.items() if v > 0}
+        record = plain(
+            {
+                "step": self.progress.step,
+                "loss": verdict.loss,
+                "grad_norm": verdict.gradient_norm,
+                "lr": lr,
+                "tokens": verdict.tokens,
+                "time": time.time(),
+                "tokens_per_s": verdict.tokens / seconds,
+                "skipped": int(self.progress.skipped_in_row > 0),
+                "tokens_total": self.progress.tokens,
+                "skipped_total": self.progress.skipped,
+                **seconds_by_phase,
+            }
+        )
+        self.metrics.write(record)
+        self.display.step(record)
+        if self.run.data.record_samples:
+            for lane in range(self.run.batch.lanes):
+                for k in range(self.run.batch.microbatches):
+                    samples = self.dataset.slot(self.progress.step, lane, k).samples
+                    self.samples.write({"step": self.progress.step, "lane": lane, "k": k, "samples": samples})
+
+    def _evaluate(self) -> None:
+        if self.run.eval.every == 0 or self.run.data.held_out == 0:
+            return
+        self.status.enter("evaluate")
+        loss = evaluate(self.replica.model, self.dataset, self.run, self.world)
+        self.events.write("evaluated", loss=loss)
+        self.display.note(f"step {self.progress.step}  held-out loss {loss:.4f}")
+
+    def _save(self) -> None: ...
+    def _resume(self) -> None: ...
