@@ -5,6 +5,7 @@ A fresh group each time, a hard limit, and the traces of all ranks on failure.
 
 import faulthandler
 import multiprocessing
+import pickle
 import socket
 import sys
 import tempfile
@@ -54,7 +55,7 @@ def on_ranks(size: int, function: Callable[..., Any], *arguments: Any, limit: fl
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:
-                    ok, value = pipe.recv()
+                    ok, value = pickle.loads(pipe.recv_bytes())
                 except EOFError:
                     processes[rank].join()
                     ok, value = False, f"died with exit code {processes[rank].exitcode}"
@@ -88,13 +89,19 @@ def _enter(
         faulthandler.dump_traceback_later(limit, exit=True, file=file)
         try:
             if size > 1:
-                dist.init_process_group("gloo", store=local_store(rank, size, port, listener), rank=rank, world_size=size)
-            pipe.send((True, function(rank, size, *arguments)))
+                dist.init_process_group(
+                    "gloo", store=local_store(rank, size, port, listener), rank=rank, world_size=size
+                )
+            _answer(pipe, True, function(rank, size, *arguments))
         except BaseException:
-            pipe.send((False, traceback.format_exc()))
+            _answer(pipe, False, traceback.format_exc())
             sys.exit(1)
         finally:
             faulthandler.cancel_dump_traceback_later()
         if size > 1:
             dist.barrier()
             dist.destroy_process_group()
+
+
+def _answer(pipe: Any, ok: bool, value: Any) -> None:
+    pipe.send_bytes(pickle.dumps((ok, value)))  # by value: a pipe would share tensors by file descriptor

@@ -268,16 +268,23 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Run:
 
     Raises UserError, one line with the remedy, on anything that is wrong with either.
     """
-    raw: dict[str, Any] = {}
+    text = ""
     if path is not None:
         try:
-            raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            text = Path(path).read_text(encoding="utf-8")
         except FileNotFoundError:
             raise UserError(f"{path}: no such run file (overrides are written section.key=value)") from None
         except (OSError, UnicodeDecodeError) as e:
             raise UserError(f"{path}: cannot read the run file: {e}") from None
-        except tomllib.TOMLDecodeError as e:
-            raise UserError(f"{path}: not valid TOML: {e}") from None
+    return parse(text, overrides, name=str(path))
+
+
+def parse(text: str, overrides: Sequence[str] = (), name: str = "run file") -> Run:
+    """A run from the text of a run file called `name`, and overrides. Raises UserError."""
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as e:
+        raise UserError(f"{name}: not valid TOML: {e}") from None
     for item in overrides:
         key, sign, value = item.partition("=")
         if not sign or not key:

@@ -53,11 +53,6 @@ class Replica:
                 if a < b:
                     part.master[a - part.start : b - part.start] = values[a - place.start : b - place.start]
 
-    @property
-    def counts_shape(self) -> tuple[int, int] | None:
-        """[moe layers, experts] of the model's expert counts; None for a dense model."""
-        return self.model.counts_shape
-
     def state(self, share: bool) -> State:
         """The run's tensors as pieces of global tensors: masters and moments by parameter, buffers by name.
 

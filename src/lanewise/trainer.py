@@ -1,31 +1,28 @@
-"""The training loop. A step is a transaction: compute -> reduce -> vote -> commit; before the commit nothing changes."""
+"""The training loop. A step is a transaction: compute -> reduce -> vote -> commit.
 
-import math
+Before the commit nothing has changed, after it everything has, on every replica.
+"""
+
 import signal
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lanewise import config
-from lanewise.checkpoint.pieces import State
 from lanewise.checkpoint.store import Checkpoints
 from lanewise.data.dataset import Dataset
 from lanewise.elastic.status import Status
 from lanewise.elastic.world import World
-from lanewise.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, UserError
+from lanewise.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE
 from lanewise.evaluation import evaluate
+from lanewise.job import Job
 from lanewise.lanes.keys import slot_key
-from lanewise.replica import Replica
 from lanewise.lanes.vote import Ballot, Verdict
 from lanewise.models import build
 from lanewise.observe.display import make_display
-from lanewise.observe.records import Events, JsonLines, cut_after, plain
+from lanewise.observe.records import Events, JsonLines, plain
+from lanewise.replica import Replica
 from lanewise.schedule import learning_rate
 
 
@@ -64,6 +61,7 @@ class Trainer:
             self.steps = self.dataset.steps_per(self.run.train.epochs)
         self.replica = Replica(self.run, build(self.run.model), world.device, world.group, world.size, world.rank)
         self.progress = Progress()
+        self.saved = -1  # step of the newest checkpoint
         self.events = Events(JsonLines(job.out / "events.jsonl") if self.prints else None, self.display.note)
         self.checkpoints = Checkpoints(
             job.out / "checkpoints",
@@ -130,7 +128,7 @@ class Trainer:
     def _compute(self, step: int) -> Ballot:
         """Forward and backward of this replica's lanes, in order; changes nothing but gradient buffers."""
         model, reducer, batch = self.replica.model, self.replica.reducer, self.run.batch
-        ballot = Ballot(batch.lanes, self.replica.counts_shape, self.world.device)
+        ballot = Ballot(batch.lanes, self.world.device)
         model.train()
         for lane in reducer.mine:
             for k in range(batch.microbatches):
@@ -210,5 +208,47 @@ class Trainer:
         self.events.write("evaluated", loss=loss)
         self.display.note(f"step {self.progress.step}  held-out loss {loss:.4f}")
 
-    def _save(self) -> None: ...
-    def _resume(self) -> None: ...
+    # --------------------------------------------------------------------------------------------- stop and resume
+
+    def _save(self) -> None:
+        """Checkpoint this step, unless the last one is of this step already."""
+        if self.saved == self.progress.step:
+            return
+        self.status.enter("checkpoint")
+        meta = {
+            "progress": asdict(self.progress),
+            "run": config.dump(self.run),
+            "data": self.dataset.identity,
+            "layout": {"replicas": self.world.size, "zero": self.run.layout.zero},
+        }
+        self.checkpoints.save(self.progress.step, self.replica.state(share=True), meta)
+        self.saved = self.progress.step
+        self.events.write("checkpoint", path=str(self.job.out / "checkpoints"))
+
+    def _resume(self) -> None:
+        """Go on from the newest good checkpoint of this run, or from the one that was named."""
+        if self.job.resume in ("auto", "never"):
+            found = self.checkpoints.find()
+        else:
+            path = locate(Path(self.job.resume))
+            found = Found(path, Manifest.read(path))
+        if found is None:
+            return
+        self._check_origin(found.meta)
+        self.checkpoints.load(found, self.replica.state(share=False))
+        self.replica.loaded()
+        self.progress = Progress(**found.meta["progress"])
+        self.saved = self.progress.step if found.path.parent == self.checkpoints.root else -1
+        self.display.note(f"resuming after step {self.progress.step} from {found.path}")
+
+    def _check_origin(self, meta: dict[str, Any]) -> None:
+        """Refuse a checkpoint that was made from other settings or other data: its future would not be this run's."""
+        if meta["data"] != self.dataset.identity:
+            raise UserError(
+                f"{self.run.data.source}: the data has changed since the checkpoint was written: "
+                f"restore it, or start a new run with another --out"
+            )
+        changes = list(config.differences(config.parse(meta["run"]), self.run))
+        if changes:
+            key, old, new = changes[0]
+            raise UserError(f"the checkpoint is of another run: {key} was {old!r}, now {new!r}: put it back")

@@ -16,15 +16,13 @@ import torch.distributed as dist
 from lanewise.elastic.environment import Place
 from lanewise.elastic.launcher import Report
 from lanewise.elastic.status import Board, Status
-from lanewise.elastic.world import World, connect, local_store, store_of
+from lanewise.elastic.world import connect, local_store, store_of
 from lanewise.errors import EXIT_FAILED, EXIT_USER, UserError
 from lanewise.job import Job
 from lanewise.trainer import StopRequest, Trainer
 
 
-def work(
-    rank: int, size: int, job: Job, board: Board, pipe: Any, port: int, listener: socket.socket | None
-) -> None:
+def work(rank: int, size: int, job: Job, board: Board, pipe: Any, port: int, listener: socket.socket | None) -> None:
     """A spawned worker: train, and tell the launcher how it went. Never returns."""
     faulthandler.enable()
     _leave_with_launcher()
@@ -100,5 +98,3 @@ def _is_echo(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(
         sign in text for sign in ("gloo", "connection closed by peer", "connection reset", "nccl", "broken pipe")
     )
-
-

@@ -32,7 +32,9 @@ class World:
             dist.barrier(self.side)
 
 
-def connect(rank: int, size: int, local_rank: int, store: dist.Store | None, threads: int, deterministic: bool) -> World:
+def connect(
+    rank: int, size: int, local_rank: int, store: dist.Store | None, threads: int, deterministic: bool
+) -> World:
     """Join the run's processes. `threads` compute threads each: the number is part of what defines the bits."""
     torch.set_num_threads(threads)
     if torch.cuda.is_available():

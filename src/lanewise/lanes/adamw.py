@@ -5,6 +5,7 @@ Bits do not depend on the chunk: the update is elementwise, and chunks are cut a
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,10 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from lanewise.config import Optimizer
-from lanewise.lanes.flat import Bucket
-from lanewise.models.spec import ParamSpec
+from lanewise.lanes.flat import Bucket, Place
+
+# The same collective under its name since torch 2.13, where the old one warns.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass
@@ -56,15 +59,21 @@ class ShardedAdamW:
         master = weights if weights.dtype == torch.float32 else torch.zeros_like(weights, dtype=torch.float32)
         return Part(bucket, start, master, torch.zeros_like(master), torch.zeros_like(master))
 
-    def decays(self, spec: ParamSpec) -> bool:
-        return spec.kind not in self.config.no_decay
+    def decay(self, place: Place) -> float | None:
+        """Weight decay of a parameter; None if it is frozen: it gets no update at all."""
+        if not place.parameter.requires_grad:
+            return None
+        return 0.0 if place.spec.kind in self.config.no_decay else self.config.weight_decay
 
     def gather_gradients(self, chunks: Sequence[Tensor]) -> list[Tensor]:
         """ZeRO-0: every replica gets every chunk. Else the chunks themselves."""
         if self.sharded or self.group is None:
             return list(chunks)
-        full = [torch.empty(part.bucket.size, dtype=torch.float32, device=c.device) for part, c in zip(self.parts, chunks, strict=True)]
-        works = [dist.all_gather_into_tensor(f, c, group=self.group, async_op=True) for f, c in zip(full, chunks, strict=True)]
+        full = [
+            torch.empty(part.bucket.size, dtype=torch.float32, device=c.device)
+            for part, c in zip(self.parts, chunks, strict=True)
+        ]
+        works = [all_gather(f, c, group=self.group, async_op=True) for f, c in zip(full, chunks, strict=True)]
         for work in works:
             assert work is not None
             work.wait()
@@ -89,7 +98,7 @@ class ShardedAdamW:
                     beta1=self.config.betas[0],
                     beta2=self.config.betas[1],
                     lr=lr,
-                    weight_decay=self.config.weight_decay if decay else 0.0,
+                    weight_decay=decay,
                     eps=self.config.eps,
                     maximize=False,
                     grad_scale=scale,
@@ -100,18 +109,16 @@ class ShardedAdamW:
             if work is not None:
                 work.wait()
 
-    def _segments(self, part: Part) -> Iterator[tuple[bool, int, int]]:
-        """(decays, from, to): runs of the part whose parameters share their decay; padding goes with its neighbour."""
-        current: tuple[bool, int] | None = None
+    def _segments(self, part: Part) -> Iterator[tuple[float, int, int]]:
+        """(decay, from, to) of the part: runs of parameters with the same decay, padding with its left neighbour."""
+        runs: list[tuple[float | None, int]] = []
         for place, a, _ in part.bucket.overlaps(part.start, part.stop):
-            decay = self.decays(place.spec)
-            if current is None:
-                current = (decay, 0)
-            elif decay != current[0]:
-                yield current[0], current[1], a - part.start
-                current = (decay, a - part.start)
-        if current is not None:
-            yield current[0], current[1], part.master.numel()
+            if not runs or runs[-1][0] != self.decay(place):
+                runs.append((self.decay(place), a - part.start))
+        runs.append((None, part.master.numel()))
+        for (decay, start), (_, end) in pairwise(runs):
+            if decay is not None:
+                yield decay, start, end
 
     def _publish(self, part: Part) -> dist.Work | None:
         weights = part.bucket.weights[part.start : part.stop]
@@ -119,7 +126,7 @@ class ShardedAdamW:
             weights.copy_(part.master)
         if not self.sharded:
             return None
-        return dist.all_gather_into_tensor(part.bucket.weights, weights, group=self.group, async_op=True)
+        return all_gather(part.bucket.weights, weights, group=self.group, async_op=True)
 
     def publish(self) -> None:
         """Bring the model's weights up to date with the masters, on every replica."""

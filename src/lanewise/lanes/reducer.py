@@ -12,11 +12,11 @@ A bucket leaves as soon as its last gradient has arrived, and buckets leave in t
 their collectives would not match.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lanewise.lanes.assignment import lanes_of
 from lanewise.lanes.flat import Bucket
@@ -44,17 +44,16 @@ class Reducer:
     ) -> None:
         self.lanes, self.microbatches = lanes, microbatches
         self.mine = lanes_of(replica, replicas, lanes)
-        nodes = [
-            cover(r.start, r.stop, lanes) for r in (lanes_of(other, replicas, lanes) for other in range(replicas))
-        ]
+        nodes = [cover(r.start, r.stop, lanes) for r in (lanes_of(other, replicas, lanes) for other in range(replicas))]
         self.sums = [_BucketSum(b, lanes, group, nodes, replica, free_early) for b in buckets]
         self._launched = 0
         for bucket_sum in self.sums:
-            for index, place in enumerate(bucket_sum.bucket.places):
+            for index in bucket_sum.trainable:
+                place = bucket_sum.bucket.places[index]
                 place.parameter.register_post_accumulate_grad_hook(self._hook(bucket_sum, index))
 
-    def _hook(self, bucket_sum: "_BucketSum", index: int):  # type: ignore[no-untyped-def]
-        def arrived(parameter: nn.Parameter) -> None:
+    def _hook(self, bucket_sum: "_BucketSum", index: int) -> Callable[[Tensor], None]:
+        def arrived(parameter: Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None
             if bucket_sum.take(index, gradient):
@@ -105,6 +104,7 @@ class _BucketSum:
     ) -> None:
         self.bucket, self.lanes, self.group = bucket, lanes, group
         self.nodes, self.replica, self.free_early = nodes, replica, free_early
+        self.trainable = [i for i, place in enumerate(bucket.places) if place.parameter.requires_grad]
         self.pool: list[Tensor] = []
         self.reduced: Tensor | None = None
         self.reset()
@@ -120,7 +120,8 @@ class _BucketSum:
 
     def begin(self, lane: int, first: bool, last: bool, final: bool) -> None:
         self.lane, self.last, self.final = lane, last, final
-        self.missing = set(range(len(self.bucket.places)))
+        self.missing = set(self.trainable)
+        self.complete = False
         self.fresh = first
         if first:
             top = self.tree.nodes[-1] if self.tree.nodes else None
@@ -148,7 +149,8 @@ class _BucketSum:
         return self.ready
 
     def take_missing(self) -> None:
-        if not self.missing:
+        """After the backward: what it did not reach has a zero gradient."""
+        if self.complete:
             return
         assert self.target is not None
         if self.fresh:
@@ -160,6 +162,7 @@ class _BucketSum:
 
     def _complete(self) -> None:
         """All gradients of this microbatch are in; after the lane's last one, the lane joins the tree."""
+        self.complete = True
         if not self.last:
             return
         assert self.target is not None
@@ -177,7 +180,7 @@ class _BucketSum:
         return left
 
     def _buffer(self) -> Tensor:
-        """A gradient buffer whose padding is zero (parameters' places are overwritten)."""
+        """A gradient buffer: zero in its padding and for frozen parameters, to be overwritten everywhere else."""
         if self.pool:
             return self.pool.pop()
         return torch.zeros(self.bucket.size, dtype=torch.float32, device=self.bucket.weights.device)

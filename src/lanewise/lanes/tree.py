@@ -58,7 +58,7 @@ class TreeSum(Generic[T]):
 
     def root(self) -> T:
         """The sum over all lanes."""
-        assert len(self.nodes) == 1 and self.nodes[0].start == 0, "not every lane has arrived"
+        assert [node.start for node in self.nodes] == [0], "not every lane has arrived"
         return self.nodes[0].value
 
 

@@ -37,18 +37,17 @@ class Verdict:
 class Ballot:
     """One replica's part of the vote, filled in as its lanes run."""
 
-    def __init__(self, lanes: int, counts_shape: tuple[int, ...] | None, device: torch.device) -> None:
+    def __init__(self, lanes: int, device: torch.device) -> None:
         self.loss = torch.zeros(lanes, dtype=torch.float64, device=device)
         self.tokens = torch.zeros(lanes, dtype=torch.float64, device=device)
-        self.counts = None
-        if counts_shape is not None:
-            self.counts = torch.zeros(counts_shape, dtype=torch.float64, device=device)
+        self.counts: Tensor | None = None
 
-    def add(self, lane: int, loss_sum: Tensor, valid: int, counts: Tensor | None) -> None:
-        self.loss[lane] += loss_sum.double()
+    def add(self, lane: int, nll_sum: Tensor, valid: int, counts: Tensor | None) -> None:
+        """One microbatch: sum of its token losses, its valid labels, tokens sent to each expert (None: no experts)."""
+        self.loss[lane] += nll_sum.double()
         self.tokens[lane] += valid
-        if self.counts is not None and counts is not None:
-            self.counts += counts
+        if counts is not None:
+            self.counts = counts.double() if self.counts is None else self.counts + counts
 
 
 class Voter:

@@ -1,0 +1,50 @@
+"""Look into a run or checkpoint: step, the layout it was written under, sizes, weights hash, health."""
+
+import argparse
+import json
+from pathlib import Path
+
+EXAMPLE = """examples:
+  lanewise inspect runs/default
+  lanewise inspect runs/default/checkpoints/step-00000050 --json"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", type=Path, help="a run's folder, or one checkpoint")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from lanewise.checkpoint.locate import locate
+    from lanewise.checkpoint.stored import Stored
+    from lanewise.checkpoint.weights_hash import weights_hash
+    from lanewise.observe.health import health
+
+    checkpoint = locate(arguments.path)
+    stored = Stored(checkpoint)
+    meta = stored.manifest.meta
+    parameters = [shape for name, (shape, _) in stored.forms.items() if name.startswith("model/")]
+    facts = {
+        "checkpoint": str(checkpoint),
+        "step": stored.manifest.step,
+        "updates": meta["progress"]["updates"],
+        "tokens": meta["progress"]["tokens"],
+        "skipped": meta["progress"]["skipped"],
+        "layout": f"{meta['layout']['replicas']} replicas, ZeRO {meta['layout']['zero']}",
+        "parameters": sum(_product(shape) for shape in parameters),
+        "bytes": stored.nbytes,
+        "health": health(checkpoint),
+        "weights": weights_hash(stored.tensors("model/")),
+    }
+    if arguments.json:
+        print(json.dumps(facts))
+    else:
+        for key, value in facts.items():
+            print(f"{key}: {value:,}" if isinstance(value, int) and key != "step" else f"{key}: {value}")
+    return 0
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    result = 1
+    for size in shape:
+        result *= size
+    return result

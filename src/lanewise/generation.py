@@ -1,0 +1,58 @@
+"""Continue a text with a model."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lanewise.checkpoint.stored import Stored
+from lanewise.config import Run, parse
+from lanewise.errors import UserError
+from lanewise.models import build
+
+
+def restore(checkpoint: Path) -> tuple[nn.Module, Run]:
+    """The model of a checkpoint, in fp32 on this machine's device, and the run it comes from."""
+    stored = Stored(checkpoint)
+    run = parse(stored.manifest.meta["run"], name=str(checkpoint))
+    model = build(run.model)
+    state = {name: stored.tensor(f"model/{name}") for name, _ in model.named_parameters()}
+    state |= dict(stored.tensors("buffer/"))
+    model.load_state_dict(state, strict=False)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return model.to(device).eval(), run
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    prompt: Sequence[int],
+    count: int,
+    context: int,
+    temperature: float = 0.8,
+    top_k: int = 40,
+    seed: int = 0,
+    stop: int | None = None,
+) -> list[int]:
+    """`count` token ids (fewer if `stop` is drawn) that continue `prompt`, at least one token.
+
+    The model sees at most the last `context` tokens. temperature 0 takes the likeliest token each time.
+    """
+    if not prompt:
+        raise UserError("the prompt is empty: give at least one character")
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens_BT = torch.tensor([tokens[-context:]], device=device)
+        logits_V = model.logits(tokens_BT)[0, -1].float()
+        if temperature == 0:
+            drawn = int(logits_V.argmax())
+        else:
+            values, ids = (logits_V / temperature).topk(min(top_k, logits_V.numel()))
+            drawn = int(ids[torch.multinomial(values.softmax(-1), 1, generator=generator)])
+        if drawn == stop:
+            break
+        tokens.append(drawn)
+    return tokens[len(prompt) :]
