@@ -319,8 +319,8 @@ def _nearest(word: str, known: Sequence[str] | dict[str, Any]) -> str:
 
 
 def _explain(error: ValidationError, prefix: str = "") -> str:
-    """The first problem of a pydantic error as one line."""
-    first = error.errors()[0]
+    """The first problem of a pydantic error as one line; a misspelt key goes before the field it leaves missing."""
+    first = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     tags = {"dense", "deepseek"}
     place = [prefix] * bool(prefix) + [str(p) for p in first["loc"] if p not in tags]
     key = ".".join(place)

@@ -59,7 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _prepare(settings: config.Run, arguments: argparse.Namespace, say: Any = lambda text: None) -> "Job":
     """Make the token files, complete the run file with what they tell, and open the run's folder."""
-    from lanewise.data.prepare import prepare, read_meta
+    from lanewise.data.prepare import prepare
+    from lanewise.data.store import read_meta
     from lanewise.job import Job
 
     folder = prepare(settings.data, say)
