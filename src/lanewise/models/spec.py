@@ -1,0 +1,70 @@
+"""What a model says about its parameters, and what its forward returns."""
+
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+IGNORE = -100  # a label that is not predicted: padding, prompts, the end of a document
+
+Kind = Literal["embedding", "head", "norm", "bias", "linear", "router", "expert"]
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter: the row of a model's table, on which sharding, decay, initial values and checkpoints rest.
+
+    `shape` is the whole, unsharded tensor's. `aliases` are other paths that reach the same tensor (tied weights):
+    it is one parameter, counted, stored and updated once.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Kind
+    init: Literal["normal", "ones", "zeros"]
+    std: float = 0.0
+    aliases: tuple[str, ...] = ()
+
+
+class Output(NamedTuple):
+    """What a forward over one microbatch yields. Everything is a sum over tokens, so one division by the step's
+    count of valid labels, after all sums, gives the mean.
+
+    loss_sum: fp32 scalar to differentiate: cross-entropy plus weighted auxiliary terms.
+    nll_sum: fp32 scalar, detached: next-token cross-entropy alone, the loss that is displayed.
+    expert_counts: int64 [L, E], tokens with a valid label that each layer sent to each expert (multi-token prediction
+        blocks last); None for a dense model.
+    """
+
+    loss_sum: Tensor
+    nll_sum: Tensor
+    expert_counts: Tensor | None
+
+
+class Declared(nn.Module):
+    """A module that owns parameters: each is created and described by the same call, so the two cannot disagree."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.specs: dict[str, ParamSpec] = {}
+
+    def declare(self, spec: ParamSpec) -> nn.Parameter:
+        """An uninitialised parameter, on the current default device. The spec's name is local to this module."""
+        self.specs[spec.name] = spec
+        return nn.Parameter(torch.empty(spec.shape))
+
+
+def table(model: nn.Module) -> tuple[ParamSpec, ...]:
+    """Every parameter of the model under its full name, sorted by name."""
+    return tuple(
+        sorted(
+            (
+                replace(spec, name=f"{path}.{spec.name}")
+                for path, module in model.named_modules()
+                if isinstance(module, Declared)
+                for spec in module.specs.values()
+            ),
+            key=lambda spec: spec.name,
+        )
+    )
