@@ -1,0 +1,28 @@
+"""Dropout whose mask is a pure function of (key, layer, element): the same on recompute and on any device."""
+
+import torch
+from torch import Tensor
+
+_WORD = 0xFFFFFFFF
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of 32-bit words that flips every output bit with probability near 1/2 (`lowbias32`, from
+    github.com/skeeto/hash-prospector). Words sit in int64; a multiplier is taken as its signed residue, so no product
+    overflows and the result is the same wherever it is computed."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
+    x = ((x ^ (x >> 15)) * (0x846CA68B - 2**32)) & _WORD
+    return x ^ (x >> 16)
+
+
+def dropout(x: Tensor, p: float, key: Tensor | None, layer: int) -> Tensor:
+    """Zero each element of x with probability p and scale the rest by 1/(1-p); without a key, x itself.
+
+    key: int64 scalar tensor, one per slot. layer: which dropout of the model this is. x holds fewer than 2^32 elements.
+    """
+    if key is None or p == 0:
+        return x
+    seeds = _mix(_mix(key & _WORD) ^ (layer * 0x9E3779B9 & _WORD)), _mix((key >> 32) & _WORD)
+    index = torch.arange(x.numel(), device=x.device).view(x.shape)
+    word = _mix(_mix(index ^ seeds[0]) ^ _mix(seeds[0] ^ seeds[1]))
+    return torch.where(word >= round(p * 2**32), x / (1 - p), 0.0)

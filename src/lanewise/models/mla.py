@@ -1,0 +1,48 @@
+"""Multi-head latent attention (arXiv:2405.04434, section 2.1; arXiv:2412.19437, section 2.1.1)."""
+
+import torch
+from torch import Tensor, nn
+
+from lanewise.config import DeepSeekModel
+from lanewise.models.attention import causal_attention
+from lanewise.models.linear import Linear
+from lanewise.models.norm import RMSNorm
+from lanewise.models.rotary import Angles, rotate
+
+
+class LatentAttention(nn.Module):
+    """Keys and values come from one narrow latent per token; position sits in a rotary key shared by all heads.
+
+    This is the training form: keys and values are expanded per head, and attention is the ordinary one. Rotary
+    channels are paired (2i, 2i+1), as in the published weights.
+    """
+
+    def __init__(self, config: DeepSeekModel, softmax_factor: float) -> None:
+        super().__init__()
+        self.plain, self.turned, self.value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        self.rank = config.kv_lora_rank
+        width = self.plain + self.turned
+        self.scale = width**-0.5 * softmax_factor
+        hidden, heads, std = config.hidden, config.heads, config.init_std
+        narrow = config.q_lora_rank
+        self.q_down = Linear(hidden, narrow, std) if narrow else nn.Identity()
+        self.q_norm = RMSNorm(narrow, config.norm_eps) if narrow else nn.Identity()
+        self.q_up = Linear(narrow or hidden, heads * width, std)
+        self.kv_down = Linear(hidden, self.rank + self.turned, std)
+        self.kv_norm = RMSNorm(self.rank, config.norm_eps)
+        self.kv_up = Linear(self.rank, heads * (self.plain + self.value), std)
+        self.o = Linear(heads * self.value, hidden, std)
+
+    def forward(self, x_BTH: Tensor, angles: Angles) -> Tensor:
+        q_BTND = self.q_up(self.q_norm(self.q_down(x_BTH))).unflatten(-1, (-1, self.plain + self.turned))
+        q_plain, q_turned = q_BTND.transpose(1, 2).split([self.plain, self.turned], dim=-1)
+        q_BNTD = torch.cat((q_plain, rotate(q_turned, angles, interleaved=True)), dim=-1)
+
+        latent, k_turned = self.kv_down(x_BTH).split([self.rank, self.turned], dim=-1)
+        kv_BTND = self.kv_up(self.kv_norm(latent)).unflatten(-1, (-1, self.plain + self.value))
+        k_plain, v_BNTC = kv_BTND.transpose(1, 2).split([self.plain, self.value], dim=-1)
+        k_turned = rotate(k_turned[:, None], angles, interleaved=True)
+        k_BNTD = torch.cat((k_plain, k_turned.expand(-1, k_plain.shape[1], -1, -1)), dim=-1)
+
+        out: Tensor = self.o(causal_attention(q_BNTD, k_BNTD, v_BNTC, self.scale).flatten(2))
+        return out

@@ -1,0 +1,38 @@
+"""DeepSeekMoE: shared experts for every token, routed ones for some (arXiv:2401.06066, arXiv:2412.19437)."""
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from lanewise.config import DeepSeekModel
+from lanewise.models.experts import Experts
+from lanewise.models.feedforward import FeedForward
+from lanewise.models.router import Router, balance_loss, count
+
+
+class Routing(NamedTuple):
+    """What a layer with experts reports besides its output.
+
+    counts_E: int64, tokens sent to each expert, of those whose label is valid. Tokens that are only padding (a step
+    whose last samples run out keeps its shape) would all go to the same experts and pull the balancing bias.
+    """
+
+    balance_sum: Tensor
+    counts_E: Tensor
+
+
+class MoE(nn.Module):
+    def __init__(self, config: DeepSeekModel) -> None:
+        super().__init__()
+        self.router = Router(config)
+        self.experts = Experts(config)
+        shared = config.shared_experts * config.expert_hidden
+        self.shared = FeedForward(config.hidden, shared, config.init_std) if shared else None
+
+    def forward(self, x_BTH: Tensor, valid_BT: Tensor) -> tuple[Tensor, Routing]:
+        scores, chosen, weights = self.router(x_BTH)
+        y_BTH = self.experts(x_BTH.flatten(0, 1), chosen.flatten(0, 1), weights.flatten(0, 1)).view_as(x_BTH)
+        if self.shared is not None:
+            y_BTH = y_BTH + self.shared(x_BTH)
+        counts_E = count(chosen, valid_BT, scores.shape[-1]).sum(0)
+        return y_BTH, Routing(balance_loss(scores, valid_BT, chosen.shape[-1]), counts_E)
