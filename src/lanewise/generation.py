@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from lanewise.checkpoint.stored import Stored
 from lanewise.config import Run, parse
 from lanewise.errors import UserError
-from lanewise.models import build
+from lanewise.models.base import LanguageModel
+from lanewise.models.build import build
 
 
-def restore(checkpoint: Path) -> tuple[nn.Module, Run]:
+def restore(checkpoint: Path) -> tuple[LanguageModel, Run]:
     """The model of a checkpoint, in fp32 on this machine's device, and the run it comes from."""
     stored = Stored(checkpoint)
     run = parse(stored.manifest.meta["run"], name=str(checkpoint))
@@ -26,7 +26,7 @@ def restore(checkpoint: Path) -> tuple[nn.Module, Run]:
 
 @torch.no_grad()
 def generate(
-    model: nn.Module,
+    model: LanguageModel,
     prompt: Sequence[int],
     count: int,
     context: int,

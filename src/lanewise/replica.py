@@ -2,7 +2,6 @@
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from lanewise.checkpoint.pieces import Entry, State
 from lanewise.config import Run
@@ -10,6 +9,7 @@ from lanewise.lanes.adamw import ShardedAdamW
 from lanewise.lanes.flat import lay_out
 from lanewise.lanes.reducer import Reducer
 from lanewise.lanes.vote import Voter
+from lanewise.models.base import LanguageModel
 from lanewise.models.init import initial
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -24,7 +24,7 @@ class Replica:
     def __init__(
         self,
         run: Run,
-        model: nn.Module,
+        model: LanguageModel,
         device: torch.device,
         group: dist.ProcessGroup | None,
         replicas: int,
@@ -33,6 +33,7 @@ class Replica:
         self.model = model.to(device)
         self.group, self.replicas, self.replica = group, replicas, replica
         named = list(self.model.named_parameters())
+        self.parameter_names = {name for spec in self.model.table() for name in (spec.name, *spec.aliases)}
         dtype = PRECISIONS[run.train.precision]
         self.buckets = lay_out(named, model.table(), dtype, run.layout.bucket_mb, replicas, replica)
         self.reducer = Reducer(

@@ -1,14 +1,17 @@
 """The folder a run writes to: made once, refused to any other run."""
 
 import os
+import shutil
 from pathlib import Path
 
 from lanewise.config import Run, differences, dump, load
 from lanewise.errors import UserError
 
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
-def open_run(run: Run, out: Path, resume: str) -> None:
-    """Make `out` with its run.toml, or check that the run in it is this one.
+
+def open_run(run: Run, out: Path, resume: str, data: Path) -> None:
+    """Make `out` with its run.toml and the tokenizer of the prepared `data`, or check that the run in it is this one.
 
     resume: 'auto' goes on with the run in `out` if it is the same; 'never' wants an empty folder; else the path of a
     checkpoint or run to start a new folder from.
@@ -22,6 +25,8 @@ def open_run(run: Run, out: Path, resume: str) -> None:
             if (out / "checkpoints").exists():
                 raise UserError(f"{out} holds checkpoints but no run.toml: choose another --out, or restore the file")
             out.mkdir(parents=True, exist_ok=True)
+        for name in TOKENIZER:
+            shutil.copyfile(data / name, out / name)
         temporary = out / f"run.toml.{os.getpid()}.tmp"
         temporary.write_text(dump(run), encoding="utf-8")
         os.replace(temporary, file)
@@ -37,3 +42,11 @@ def _same(file: Path, run: Run, out: Path, resume: str) -> None:
         shown = ", ".join(f"{key} was {old!r}, now {new!r}" for key, old, new in changes[:3])
         more = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
         raise UserError(f"{out} holds a different run ({shown}{more}): choose another --out, or put these back")
+
+
+def tokenizer_of(checkpoint: Path) -> Path:
+    """The tokenizer.json of the run that a checkpoint belongs to. Raises UserError if it is not there."""
+    for folder in (checkpoint, *checkpoint.absolute().parents[:2]):
+        if (folder / TOKENIZER[0]).is_file():
+            return folder / TOKENIZER[0]
+    raise UserError(f"{checkpoint}: its run's tokenizer.json is missing: copy it from the run's folder beside it")

@@ -5,23 +5,28 @@ Before the commit nothing has changed, after it everything has, on every replica
 
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lanewise.checkpoint.store import Checkpoints
+from lanewise import config
+from lanewise.checkpoint.locate import locate
+from lanewise.checkpoint.manifest import Manifest
+from lanewise.checkpoint.store import Checkpoints, Found
 from lanewise.data.dataset import Dataset
 from lanewise.elastic.status import Status
 from lanewise.elastic.world import World
-from lanewise.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE
+from lanewise.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, UserError
 from lanewise.evaluation import evaluate
 from lanewise.job import Job
 from lanewise.lanes.keys import slot_key
 from lanewise.lanes.vote import Ballot, Verdict
-from lanewise.models import build
+from lanewise.models.build import build
 from lanewise.observe.display import make_display
-from lanewise.observe.records import Events, JsonLines, plain
+from lanewise.observe.records import Events, JsonLines, cut_after, plain
 from lanewise.replica import Replica
 from lanewise.schedule import learning_rate
 
@@ -50,6 +55,10 @@ class Progress:
     skipped_in_row: int = 0
 
 
+def _due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
+
+
 class Trainer:
     def __init__(self, job: Job, world: World, status: Status, stop: StopRequest) -> None:
         self.job, self.run, self.world, self.status, self.stop = job, job.run, world, status, stop
@@ -74,34 +83,30 @@ class Trainer:
     def train(self) -> int:
         """Run to the end, to `until`, or to a stop request; returns the exit code."""
         self._resume()
+        self._open_records()
         last = min(self.steps, self.job.until or self.steps)
         self.display.start(self.progress.step, self.steps)
         code = EXIT_DONE
-        with self._records():
-            if self.progress.step == 0 and last > 0:
+        if self.progress.step == 0:
+            self._evaluate()
+        while self.progress.step < last:
+            verdict = self._step(self.progress.step + 1)
+            step = self.progress.step
+            if self.progress.skipped_in_row >= self.run.train.max_skips:
+                code = self._give_up(verdict)
+                break
+            if step == last or _due(self.run.eval.every, step):
                 self._evaluate()
-            while self.progress.step < last:
-                verdict = self._step(self.progress.step + 1)
-                if self._due(self.run.eval.every, last):
-                    self._evaluate()
-                if self.progress.skipped_in_row >= self.run.train.max_skips:
-                    code = self._give_up(verdict)
-                    break
-                if verdict.stop and self.progress.step < last:
-                    code = EXIT_RESUMABLE
-                    break
-                if self._due(self.run.checkpoint.every, last=0):
-                    self._save()
-            self._save()
-            if not self.checkpoints.wait() and code == EXIT_DONE:
-                code = EXIT_FAILED
-            self.display.stop()
-            self._farewell(code)
+            if verdict.stop and step < last:
+                code = EXIT_RESUMABLE
+                break
+            if _due(self.run.checkpoint.every, step):
+                self._save()
+        self._save()
+        if not self.checkpoints.wait() and code == EXIT_DONE:
+            code = EXIT_FAILED
+        self.display.stop()
         return code
-
-    def _due(self, every: int, last: int) -> bool:
-        step = self.progress.step
-        return every > 0 and (step % every == 0 or step == last)
 
     # ---------------------------------------------------------------------------------------------------- a step
 
@@ -173,6 +178,15 @@ class Trainer:
 
     # ---------------------------------------------------------------------------------------- what the run writes
 
+    def _open_records(self) -> None:
+        """Steps after the one resumed from are written again; their old lines go."""
+        if not self.prints:
+            return
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            cut_after(self.job.out / name, self.progress.step)
+        self.metrics = JsonLines(self.job.out / "metrics.jsonl")
+        self.samples = JsonLines(self.job.out / "samples.jsonl") if self.run.data.record_samples else None
+
     def _record(self, verdict: Verdict, lr: float, seconds: float) -> None:
         if not self.prints:
             return
@@ -194,18 +208,20 @@ class Trainer:
         )
         self.metrics.write(record)
         self.display.step(record)
-        if self.run.data.record_samples:
+        if self.samples is not None:
             for lane in range(self.run.batch.lanes):
                 for k in range(self.run.batch.microbatches):
                     samples = self.dataset.slot(self.progress.step, lane, k).samples
                     self.samples.write({"step": self.progress.step, "lane": lane, "k": k, "samples": samples})
 
     def _evaluate(self) -> None:
-        if self.run.eval.every == 0 or self.run.data.held_out == 0:
+        size, limit = self.run.batch.size, self.run.eval.sequences
+        batches = self.dataset.held_batches(size, limit)
+        if self.run.eval.every == 0 or batches == 0:
             return
         self.status.enter("evaluate")
-        loss = evaluate(self.replica.model, self.dataset, self.run, self.world)
-        self.events.write("evaluated", loss=loss)
+        loss, tokens = evaluate(self.replica.model, lambda i: self.dataset.held(i, size, limit), batches, self.world)
+        self.events.write("evaluated", loss=loss, tokens=tokens)
         self.display.note(f"step {self.progress.step}  held-out loss {loss:.4f}")
 
     # --------------------------------------------------------------------------------------------- stop and resume

@@ -24,25 +24,24 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.tokens < 1 or arguments.top_k < 1 or arguments.temperature < 0:
         raise UserError("--tokens and --top-k must be at least 1, --temperature at least 0")
     from lanewise.checkpoint.locate import locate
-    from lanewise.checkpoint.stored import Stored
-    from lanewise.config import parse
-    from lanewise.data import tokenizer
+    from lanewise.data.tokenizer import load
     from lanewise.generation import generate, restore
+    from lanewise.runfolder import tokenizer_of
 
     checkpoint = locate(arguments.path)
     model, settings = restore(checkpoint)
-    codec = tokenizer.of_checkpoint(Stored(checkpoint).manifest.meta["data"], settings.data)
+    tokenizer = load(tokenizer_of(checkpoint))
     ids = generate(
         model,
-        codec.encode(arguments.prompt),
+        tokenizer.encode(arguments.prompt),
         arguments.tokens,
         settings.batch.sequence_length,
         arguments.temperature,
         arguments.top_k,
         arguments.seed,
-        stop=codec.end_of_text,
+        stop=tokenizer.end,
     )
-    text = codec.decode(ids)
+    text = tokenizer.decode(ids)
     if arguments.json:
         print(json.dumps({"prompt": arguments.prompt, "text": text, "tokens": len(ids)}))
     else:

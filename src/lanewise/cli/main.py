@@ -42,7 +42,13 @@ def main(argv: list[str] | None = None) -> int:
             sub.add_argument("--json", action="store_true", help="print for machines")
         else:
             verbs.add_parser(verb, help=text)
-    arguments = parser.parse_args(words)
+    arguments, rest = parser.parse_known_args(words)
+    # argparse takes positional words only in one run; overrides may also stand after or between options.
+    if not hasattr(arguments, "words") or any(word.startswith("-") for word in rest):
+        if rest:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    else:
+        arguments.words += rest
     try:
         return importlib.import_module(f"lanewise.cli.{arguments.verb}").run(arguments)
     except UserError as error:

@@ -67,7 +67,7 @@ def _prepare(settings: config.Run, arguments: argparse.Namespace, say: Any = lam
     meta = read_meta(folder)
     settings = config.with_vocabulary(settings, meta["vocab_size"])
     out = arguments.out or Path("runs") / settings.name
-    open_run(settings, out, arguments.resume)
+    open_run(settings, out, arguments.resume, folder)
     display = "json" if arguments.json else "auto"
     return Job(settings, folder, out, arguments.resume, arguments.until, display)
 

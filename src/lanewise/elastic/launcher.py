@@ -4,6 +4,7 @@ Workers are forked from one server process that has imported torch already, so e
 This module does not import torch: the launcher prepares the data while the server imports it.
 """
 
+import contextlib
 import importlib
 import multiprocessing
 import os
@@ -113,10 +114,10 @@ def _watch(processes: list[Any], pipes: list[Any], board: Board, signals: _Signa
     while running and (deadline is None or time.monotonic() < deadline):
         wait = None if deadline is None else max(0.0, deadline - time.monotonic())
         for sentinel in connection.wait(list(running), timeout=wait):
-            rank = running.pop(sentinel)  # type: ignore[call-overload]
+            rank = running.pop(sentinel)
             processes[rank].join()
             code = processes[rank].exitcode
-            if pipes[rank].poll():
+            with contextlib.suppress(EOFError):  # nothing was reported
                 reports[rank] = pipes[rank].recv()
             if code in (EXIT_DONE, EXIT_RESUMABLE) and board.read(rank)[3]:
                 codes.add(code)
