@@ -8,12 +8,12 @@ A step is saved once: if its checkpoint is already there and verifies, it is lef
 same run). If it is there and does not verify, the new one takes its place.
 """
 
+import atexit
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
-from traceback import StackSummary
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from lanewise.checkpoint.pieces import State, snapshot
 from lanewise.errors import UserError
 
 T = TypeVar("T")
+LEAVE = 10.0  # seconds a process that ends without `wait` gives its save in flight
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,11 @@ class Checkpoints:
             self._run(path, step, state, copied_meta)
             self._raise_bug()
             return
-        self._thread = Thread(
-            target=self._run, args=(path, step, snapshot(state), copied_meta), name="checkpoint", daemon=True
-        )  # daemon: a peer that died in the middle must not keep this process from leaving
+        arguments = (path, step, snapshot(state), copied_meta)
+        # A daemon, so that a peer that died in the middle cannot keep this process from leaving; but not one that is
+        # still running when the interpreter goes down, for then its next step aborts the process (SIGABRT).
+        self._thread = Thread(target=self._run, args=arguments, name="checkpoint", daemon=True)
+        atexit.register(self._thread.join, LEAVE)
         self._thread.start()
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -112,6 +115,7 @@ class Checkpoints:
             if self._thread.is_alive():
                 self.alarm("checkpoint_failed", {"reason": f"the save is not done after {timeout} s", **self._about})
                 return False
+            atexit.unregister(self._thread.join)
             self._thread = None
         self._raise_bug()
         return self._published
@@ -125,6 +129,8 @@ class Checkpoints:
         except CheckpointException as failed:
             errors = {rank: error for rank, (error, _) in failed.failures.items()}
             self._bug = next((e for e in errors.values() if not isinstance(e, OSError)), None)
+        except OSError as error:  # of the first rank's preparations
+            errors = {0: error}
         except RuntimeError as error:  # of a collective: a peer is gone
             errors = {self.rank: error}
         except BaseException as error:
@@ -160,8 +166,9 @@ class Checkpoints:
 
     def _remove_old(self, newest: Path) -> None:
         """Keep `newest`, just written, and the `keep - 1` newest others that are not known to be damaged."""
-        kept = 1
+        manifest.remove_hidden(self.root)
         self._damaged.discard(newest)
+        kept = 1
         for path in manifest.checkpoints_in(self.root):
             if path == newest:
                 continue
@@ -195,8 +202,12 @@ class Checkpoints:
         Raises UserError, and touches nothing, if there are checkpoints and none of them verifies.
         """
         self.wait()
+        try:
+            paths = self._on_first_rank(lambda: manifest.checkpoints_in(self.root))
+        except OSError as error:
+            raise UserError(f"{self.root}: not a readable folder ({error}); choose another with --out") from None
         damages: list[Damaged] = []
-        for path in self._on_first_rank(lambda: manifest.checkpoints_in(self.root)):
+        for path in paths:
             damage = next((d for d in self._gather(self._verify_share(path)) if d is not None), None)
             if damage is None:
                 return Found(path, Manifest.read(path))
@@ -246,15 +257,15 @@ class Checkpoints:
         return values
 
     def _on_first_rank(self, work: Callable[[], T]) -> T:
-        """The first rank's result; its error is every rank's error, as a CheckpointException."""
+        """The first rank's result, on every rank; its OSError is every rank's OSError."""
         outcome: list[Any] = [None]
         if self.rank == 0:
             try:
                 outcome = [work()]
-            except Exception as error:
-                outcome = [CheckpointException("first rank", {0: (error, StackSummary())})]
+            except OSError as error:
+                outcome = [error]
         if self.group is not None:
             dist.broadcast_object_list(outcome, group=self.group, group_src=0)
-        if isinstance(outcome[0], CheckpointException):
+        if isinstance(outcome[0], OSError):
             raise outcome[0]
         return cast(T, outcome[0])
