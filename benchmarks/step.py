@@ -162,7 +162,7 @@ def our_step(replica: Replica) -> Step:
         chunks = replica.reducer.finish()
         verdict = replica.voter.vote(ballot, chunks, stop=False)
         shrink = min(1.0, CLIP / (verdict.gradient_norm + 1e-6))
-        replica.optimizer.step(chunks, verdict.tokens / shrink, LR)
+        replica.optimizer.step(chunks, verdict.tokens / shrink, LR, 0)
         return verdict.loss
 
     return step

@@ -38,7 +38,8 @@ def test_unknown_keys_name_the_nearest():
 
 
 def test_wrong_values_name_key_and_value():
-    assert "train.steps" in refuses("train.steps=many") and "many" in refuses("train.steps=many")
+    assert refuses("train.steps=many").startswith("train.steps")
+    assert "'many'" in refuses("train.steps=many")
     assert "heads 7" in refuses("model.preset=tiny-dense", "model.heads=7")
     assert "kv_heads 3" in refuses("model.preset=tiny-dense", "model.kv_heads=3")
     assert "experts_per_token" in refuses("model.experts_per_token=9")

@@ -158,7 +158,7 @@ class Trainer:
         """Gradients are sums over tokens: one division here makes them means, and clips."""
         clip = self.run.optimizer.clip
         shrink = min(1.0, clip / (verdict.gradient_norm + 1e-6)) if clip else 1.0
-        self.replica.optimizer.step(chunks, divisor=verdict.tokens / shrink, lr=lr)
+        self.replica.optimizer.step(chunks, verdict.tokens / shrink, lr, self.progress.updates)
         if verdict.counts is not None:
             self.replica.model.balance(verdict.counts)
         self.progress.updates += 1

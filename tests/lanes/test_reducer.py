@@ -80,7 +80,7 @@ def train(rank, size, lanes, microbatches, zero, dtype=torch.float32, steps=3, p
         assert verdict.tokens == microbatches * sum(3 + lane for lane in range(lanes))
         assert verdict.counts.tolist() == [[microbatches * sum(range(lanes)), microbatches * lanes]]
         if verdict.finite:
-            optimizer.step(chunks, verdict.tokens, lr=0.01)
+            optimizer.step(chunks, verdict.tokens, 0.01, step)
     held = sum(part.exp_avg.numel() for part in optimizer.parts)
     return losses, norms, {n: p.detach().clone() for n, p in model.named_parameters()}, held
 

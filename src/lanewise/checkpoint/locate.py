@@ -6,21 +6,33 @@ from lanewise.checkpoint import manifest
 from lanewise.errors import UserError
 
 
+def candidates(path: Path) -> list[Path]:
+    """The checkpoint at `path`, or those of the run at `path`, newest first. Raises UserError if there is none."""
+    if (path / manifest.NAME).exists():
+        return [path]
+    found = manifest.checkpoints_in(path / "checkpoints") or manifest.checkpoints_in(path)
+    if not found:
+        raise UserError(f"{path}: holds no checkpoint; name a run's folder or a folder step-... in its checkpoints")
+    return found
+
+
 def locate(path: Path) -> Path:
     """The checkpoint at `path`, or the newest one under it that verifies.
 
     Raises UserError if `path` holds no checkpoint, or none that verifies: which file is damaged, and how.
     """
-    if (path / manifest.NAME).exists():
-        candidates = [path]
-    else:
-        candidates = manifest.checkpoints_in(path / "checkpoints") or manifest.checkpoints_in(path)
-    if not candidates:
-        raise UserError(f"{path}: holds no checkpoint; name a run's folder or a folder step-... in its checkpoints")
     damages = []
-    for candidate in candidates:
+    for candidate in candidates(path):
         damage = manifest.verify(candidate)
         if damage is None:
             return candidate
         damages.append(damage)
     raise UserError(f"{damages[0]}; restore it from a copy, or name another checkpoint")
+
+
+def health(path: Path) -> str:
+    """How many checkpoints are at `path`, and which are damaged and how, in one line."""
+    found = candidates(path)
+    damages = [damage for damage in map(manifest.verify, found) if damage is not None]
+    count = f"{len(found)} checkpoint" + "s" * (len(found) != 1)
+    return f"{count}, damaged: {'; '.join(map(str, damages))}" if damages else f"{count}, every byte verified"

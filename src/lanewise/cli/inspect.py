@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from lanewise.checkpoint.locate import locate
+    from lanewise.checkpoint.locate import health, locate
     from lanewise.checkpoint.stored import Stored
     from lanewise.checkpoint.weights_hash import weights_hash
 
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
         "layout": f"{meta['layout']['replicas']} replicas, ZeRO {meta['layout']['zero']}",
         "parameters": sum(prod(shape) for shape in parameters),
         "bytes": stored.nbytes,
-        "health": "every file verified",
+        "health": health(arguments.path),
         "weights": weights_hash(stored.tensors("model/")),
     }
     if arguments.json:

@@ -51,7 +51,6 @@ class ShardedAdamW:
         self.config, self.group = config, group
         self.sharded = zero > 0 and group is not None
         self.parts = [self._part(bucket) for bucket in buckets]
-        self.updates = 0
 
     def _part(self, bucket: Bucket) -> Part:
         start, stop = (bucket.own.start, bucket.own.stop) if self.sharded else (0, bucket.size)
@@ -79,10 +78,9 @@ class ShardedAdamW:
             work.wait()
         return full
 
-    def step(self, chunks: Sequence[Tensor], divisor: float, lr: float) -> None:
-        """Update with gradients chunks / divisor, then bring every replica's weights up to date."""
+    def step(self, chunks: Sequence[Tensor], divisor: float, lr: float, update: int) -> None:
+        """Update number `update` (from 0) with gradients chunks / divisor; then every replica's weights are new."""
         works = []
-        self.updates += 1
         scale = torch.tensor(divisor, dtype=torch.float32, device=chunks[0].device)
         for part, gradient in zip(self.parts, self.gather_gradients(chunks), strict=True):
             for decay, a, b in self._segments(part):
@@ -92,7 +90,7 @@ class ShardedAdamW:
                     [part.exp_avg[a:b]],
                     [part.exp_avg_sq[a:b]],
                     max_exp_avg_sqs=[],
-                    state_steps=[torch.tensor(float(self.updates - 1), device=gradient.device)],
+                    state_steps=[torch.tensor(float(update), device=gradient.device)],
                     fused=True,
                     amsgrad=False,
                     beta1=self.config.betas[0],
