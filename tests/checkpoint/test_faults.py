@@ -76,6 +76,7 @@ def test_killed_at_every_operation_of_a_save(tmp_path):
         found = saver.find()
         assert_holds(saver, found, found.step)
         assert not alarm, "what a killed save leaves behind is not a damaged checkpoint"
+        assert not any(map(manifest.verify, manifest.checkpoints_in(saver.root))), "nor is a half-removed one"
         outcomes.append(found.step)
         saver.save(3, state_of(3), {})
         assert_holds(saver, saver.find(), 3)
