@@ -43,6 +43,12 @@ class RopeScaling(Section):
     mscale: float = Field(1.0, description="yarn: weight of the attention temperature")
     mscale_all_dim: float = Field(0.0, description="yarn: the same, for the whole softmax scale (0: off)")
 
+    @model_validator(mode="after")
+    def _bounds(self) -> "RopeScaling":
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError("high_freq_factor must exceed low_freq_factor: change one of them")
+        return self
+
 
 class ModelBase(Section):
     preset: str = Field("tiny", description="start from this named model; other keys override it")

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from lanewise.config import DeepSeekModel
 from lanewise.models.base import LanguageModel
-from lanewise.models.dropout import dropout
+from lanewise.models.dropout import dropout, fold
 from lanewise.models.feedforward import FeedForward
 from lanewise.models.linear import Linear
 from lanewise.models.loss import cross_entropy_sum
@@ -22,7 +22,7 @@ class Block(nn.Module):
 
     def __init__(self, config: DeepSeekModel, index: int, softmax_factor: float) -> None:
         super().__init__()
-        self.index, self.dropout = index, config.dropout
+        self.dropout = config.dropout
         self.attention_norm = RMSNorm(config.hidden, config.norm_eps)
         self.attention = LatentAttention(config, softmax_factor)
         self.ffn_norm = RMSNorm(config.hidden, config.norm_eps)
@@ -36,13 +36,13 @@ class Block(nn.Module):
         self, x_BTH: Tensor, angles: Angles, valid_BT: Tensor, key: Tensor | None
     ) -> tuple[Tensor, Routing | None]:
         y = self.attention(self.attention_norm(x_BTH), angles)
-        x_BTH = x_BTH + dropout(y, self.dropout, key, 2 * self.index)
+        x_BTH = x_BTH + dropout(y, self.dropout, key, 0)
         y, routing = self.ffn_norm(x_BTH), None
         if isinstance(self.ffn, MoE):
             y, routing = self.ffn(y, valid_BT)
         else:
             y = self.ffn(y)
-        return x_BTH + dropout(y, self.dropout, key, 2 * self.index + 1), routing
+        return x_BTH + dropout(y, self.dropout, key, 1), routing
 
 
 class Ahead(nn.Module):
@@ -82,8 +82,8 @@ class DeepSeek(LanguageModel):
     ) -> tuple[Tensor, list[Routing | None]]:
         """Last hidden states, normalised, and what each layer reports."""
         x_BTH, routings = self.embed(tokens_BT), []
-        for block in self.layers.values():
-            x_BTH, routing = block(x_BTH, angles, valid_BT, key)
+        for index, block in self.layers.items():
+            x_BTH, routing = block(x_BTH, angles, valid_BT, fold(key, int(index)))
             routings.append(routing)
         return self.norm(x_BTH), routings
 
@@ -94,12 +94,18 @@ class DeepSeek(LanguageModel):
         loss = cross_entropy_sum(hidden_BTH, self.head.weight, labels_BT)
         nll = loss.detach()
 
-        for depth in self.mtp.values():
+        for index, depth in self.mtp.items():
             # Every depth looks one token further. Shapes stay: what is shifted in predicts nothing, and causality
             # hides it from the rest. An ignored label is not looked across: a document may end there.
             tokens_BT = F.pad(tokens_BT[:, 1:], (0, 1))
             labels_BT = F.pad(labels_BT[:, 1:], (0, 1), value=IGNORE).masked_fill(labels_BT == IGNORE, IGNORE)
-            hidden_BTH, routing = depth(hidden_BTH, self.embed(tokens_BT), angles, labels_BT != IGNORE, key)
+            hidden_BTH, routing = depth(
+                hidden_BTH,
+                self.embed(tokens_BT),
+                angles,
+                labels_BT != IGNORE,
+                fold(key, self.config.layers + int(index)),
+            )
             ahead = cross_entropy_sum(hidden_BTH, self.head.weight, labels_BT)
             loss = loss + ahead * (self.config.mtp_weight / self.config.mtp_layers)
             routings.append(routing)

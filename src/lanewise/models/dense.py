@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from lanewise.config import DenseModel
 from lanewise.models.attention import causal_attention
 from lanewise.models.base import LanguageModel
-from lanewise.models.dropout import dropout
+from lanewise.models.dropout import dropout, fold
 from lanewise.models.feedforward import FeedForward
 from lanewise.models.linear import Linear
 from lanewise.models.loss import cross_entropy_sum
@@ -38,9 +38,9 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: DenseModel, index: int, softmax_factor: float) -> None:
+    def __init__(self, config: DenseModel, softmax_factor: float) -> None:
         super().__init__()
-        self.index, self.dropout = index, config.dropout
+        self.dropout = config.dropout
         self.attention_norm = RMSNorm(config.hidden, config.norm_eps)
         self.attention = Attention(config, softmax_factor)
         self.ffn_norm = RMSNorm(config.hidden, config.norm_eps)
@@ -48,9 +48,9 @@ class Block(nn.Module):
 
     def forward(self, x_BTH: Tensor, angles: Angles, key: Tensor | None) -> Tensor:
         y = self.attention(self.attention_norm(x_BTH), angles)
-        x_BTH = x_BTH + dropout(y, self.dropout, key, 2 * self.index)
+        x_BTH = x_BTH + dropout(y, self.dropout, key, 0)
         y = self.ffn(self.ffn_norm(x_BTH))
-        return x_BTH + dropout(y, self.dropout, key, 2 * self.index + 1)
+        return x_BTH + dropout(y, self.dropout, key, 1)
 
 
 class Dense(LanguageModel):
@@ -58,14 +58,14 @@ class Dense(LanguageModel):
         super().__init__(config)
         self.rotary = Rotary(config.head_size, config.rope_theta, config.rope_scaling)
         for index in range(config.layers):
-            self.layers[str(index)] = Block(config, index, self.rotary.softmax_factor)
+            self.layers[str(index)] = Block(config, self.rotary.softmax_factor)
 
     def trunk(self, tokens_BT: Tensor, key: Tensor | None) -> Tensor:
         """Last hidden states, normalised: [B, T, H]."""
         angles = self.rotary.angles(tokens_BT.shape[1], tokens_BT.device)
         x_BTH = self.embed(tokens_BT)
-        for block in self.layers.values():
-            x_BTH = block(x_BTH, angles, key)
+        for index, block in self.layers.items():
+            x_BTH = block(x_BTH, angles, fold(key, int(index)))
         hidden_BTH: Tensor = self.norm(x_BTH)
         return hidden_BTH
 
