@@ -11,6 +11,8 @@ alone would take at the measured matmul ceiling.
 
 import argparse
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -239,8 +241,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    for precision in arguments.precision:
-        measure(precision, arguments.rounds)
+    if len(arguments.precision) == 1:
+        measure(arguments.precision[0], arguments.rounds)
+        return
+    for precision in arguments.precision:  # a process each: accelerate keeps one precision per process
+        rest = ["--rounds", str(arguments.rounds), "--threads", str(arguments.threads)]
+        subprocess.run([sys.executable, __file__, "--precision", precision, *rest], check=True)
 
 
 if __name__ == "__main__":

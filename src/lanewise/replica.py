@@ -42,6 +42,9 @@ class Replica:
         self.optimizer = ShardedAdamW(run.optimizer, self.buckets, group, run.layout.zero)
         self.voter = Voter(self.buckets, group)
         self._initialise(run.train.seed)
+        if run.train.compile:
+            for module in self.model.blocks():
+                module.compile()
 
     @torch.no_grad()
     def _initialise(self, seed: int) -> None:

@@ -1,5 +1,7 @@
 """What every language model here shares: its ends, its table, and the calls the rest of the project makes."""
 
+from collections.abc import Iterator
+
 from torch import Tensor, nn
 
 from lanewise.config import DeepSeekModel, DenseModel
@@ -33,6 +35,10 @@ class LanguageModel(nn.Module):
     def logits(self, tokens_BT: Tensor) -> Tensor:
         """Next-token logits [B, T, V]."""
         raise NotImplementedError
+
+    def blocks(self) -> Iterator[nn.Module]:
+        """The repeated blocks: the units of compilation."""
+        yield from self.layers.values()
 
     def table(self) -> tuple[ParamSpec, ...]:
         """Every parameter, sorted by name, in agreement with `named_parameters()`."""

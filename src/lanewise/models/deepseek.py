@@ -1,5 +1,7 @@
 """DeepSeek-V3 (arXiv:2412.19437): latent attention, experts, and prediction of several tokens ahead."""
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -76,6 +78,10 @@ class DeepSeek(LanguageModel):
         self.mtp = nn.ModuleDict()
         for depth in range(config.mtp_layers):
             self.mtp[str(depth)] = Ahead(config, config.layers + depth, self.rotary.softmax_factor)
+
+    def blocks(self) -> Iterator[nn.Module]:
+        yield from super().blocks()
+        yield from (depth.block for depth in self.mtp.values())
 
     def trunk(
         self, tokens_BT: Tensor, angles: Angles, valid_BT: Tensor, key: Tensor | None
