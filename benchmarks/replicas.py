@@ -86,8 +86,7 @@ def ours(zero: int, rank: int, processes: int) -> Step:
         output.loss_sum.backward()
         replica.reducer.end()
         ballot.add(rank, output.nll_sum, labels.numel(), None)
-        chunks = replica.reducer.finish()
-        verdict = replica.voter.vote(ballot, chunks, stop=False)
+        verdict, chunks = replica.voter.vote(ballot, replica.reducer.finish(), stop=False)
         replica.optimizer.step(chunks, verdict.tokens / min(1.0, CLIP / (verdict.gradient_norm + 1e-6)), LR, 0)
         return verdict.loss
 

@@ -161,8 +161,7 @@ def our_step(replica: Replica) -> Step:
         output.loss_sum.backward()
         replica.reducer.end()
         ballot.add(0, output.nll_sum, labels.numel(), output.expert_counts)
-        chunks = replica.reducer.finish()
-        verdict = replica.voter.vote(ballot, chunks, stop=False)
+        verdict, chunks = replica.voter.vote(ballot, replica.reducer.finish(), stop=False)
         shrink = min(1.0, CLIP / (verdict.gradient_norm + 1e-6))
         replica.optimizer.step(chunks, verdict.tokens / shrink, LR, 0)
         return verdict.loss

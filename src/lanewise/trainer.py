@@ -116,9 +116,7 @@ class Trainer:
         self.events.step = step
         ballot = self._compute(step)
         self.status.enter("exchange")
-        chunks = self.replica.reducer.finish()
-        self.status.enter("vote")
-        verdict = self.replica.voter.vote(ballot, chunks, self.stop.asked)
+        verdict, chunks = self.replica.voter.vote(ballot, self.replica.reducer.finish(), self.stop.asked)
         self.status.enter("commit")
         lr = self._learning_rate()
         if verdict.finite and verdict.tokens:

@@ -12,7 +12,7 @@ A bucket leaves as soon as its last gradient has arrived, and buckets leave in t
 their collectives would not match.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -77,11 +77,15 @@ class Reducer:
             self.sums[self._launched].launch()
             self._launched += 1
 
-    def finish(self) -> list[Tensor]:
-        """This replica's chunk of each bucket's gradient, summed over all lanes: [chunk] fp32, valid until `begin`."""
+    def finish(self) -> Iterator[Tensor]:
+        """This replica's chunk of each bucket's gradient, summed over all lanes: [chunk] fp32, valid until `begin`.
+
+        Each is yielded as it arrives: what is done with one overlaps with the exchange of the next.
+        """
         assert self._launched == len(self.sums), "a lane is missing"
         self._launched = 0
-        return [bucket_sum.finish() for bucket_sum in self.sums]
+        for bucket_sum in self.sums:
+            yield bucket_sum.finish()
 
     def abandon(self) -> None:
         """Forget a step that did not finish."""
@@ -106,7 +110,7 @@ class _BucketSum:
         self.nodes, self.replica, self.free_early = nodes, replica, free_early
         self.trainable = [i for i, place in enumerate(bucket.places) if place.parameter.requires_grad]
         self.pool: list[Tensor] = []
-        self.reduced: Tensor | None = None
+        self.inbox: dict[int, Tensor] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -114,7 +118,6 @@ class _BucketSum:
         self.target: Tensor | None = None
         self.tree = TreeSum[Tensor](self.lanes, self._merge)
         self.works: list[dist.Work] = []
-        self.received: list[Tensor] = []
 
     # ---------------------------------------------------------------------------------------- one microbatch
 
@@ -200,9 +203,10 @@ class _BucketSum:
         for j in range(max(len(n) for n in self.nodes)):
             have = [j < len(n) for n in self.nodes]
             mine = self.tree.nodes[j].value if have[self.replica] else self.bucket.weights.new_empty(0).float()
-            received = torch.empty(sum(have) * chunk, dtype=torch.float32, device=mine.device)
+            if j not in self.inbox:
+                self.inbox[j] = torch.empty(sum(have) * chunk, dtype=torch.float32, device=mine.device)
             work = dist.all_to_all_single(
-                received,
+                self.inbox[j],
                 mine,
                 output_split_sizes=[h * chunk for h in have],
                 input_split_sizes=[have[self.replica] * chunk] * len(have),
@@ -211,30 +215,28 @@ class _BucketSum:
             )
             assert work is not None
             self.works.append(work)
-            self.received.append(received)
 
     def finish(self) -> Tensor:
         if self.group is None:
-            root = self.tree.root()
-            self.pool.append(root)  # reused at the next step's first microbatch, after the optimizer has read it
-            self.reset()
-            return root
-        for work in self.works:
-            work.wait()
-        sent = [node.value for node in self.tree.nodes]
-        if self.free_early:
-            self.pool.clear()
+            reduced = self.tree.root()
+            self.pool.append(reduced)  # written again only after `begin`
         else:
-            self.pool += sent
-        del sent
-        chunk = self.bucket.chunk
-        chunks = [iter(received.split(chunk)) for received in self.received]
+            for work in self.works:
+                work.wait()
+            self.pool += [node.value for node in self.tree.nodes]
+            reduced = self._sum_received()
+        if self.free_early:
+            reduced = reduced.clone() if self.inbox else reduced
+            self.pool.clear()
+            self.inbox.clear()
+        self.reset()
+        return reduced
+
+    def _sum_received(self) -> Tensor:
+        """This replica's chunk of everyone's nodes, added along the tree, in place in the inbox."""
+        chunks = [iter(received.split(self.bucket.chunk)) for _, received in sorted(self.inbox.items())]
         tree = TreeSum[Tensor](self.lanes, lambda left, right: left.add_(right))
         for nodes in self.nodes:
             for j, (start, size) in enumerate(nodes):
                 tree.push(start, next(chunks[j]), size)
-        if self.reduced is None:
-            self.reduced = torch.empty(chunk, dtype=torch.float32, device=self.bucket.weights.device)
-        self.reduced.copy_(tree.root())
-        self.reset()
-        return self.reduced
+        return tree.root()

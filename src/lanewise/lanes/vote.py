@@ -4,7 +4,7 @@ Each number in it is either filled in by one replica and zero on the others (los
 integer below 2^53. Adding zeros and such integers is exact, so the sum has the same bits on any number of replicas.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,14 +57,19 @@ class Voter:
         self.buckets, self.group = buckets, group
         self.positions, self.blocks = norm_positions(buckets)
 
-    def vote(self, ballot: Ballot, chunks: Sequence[Tensor], stop: bool) -> Verdict:
-        """Raises no error on non-finite numbers: they reach every replica and the step is void on all of them."""
+    def vote(self, ballot: Ballot, chunks: Iterable[Tensor], stop: bool) -> tuple[Verdict, list[Tensor]]:
+        """The verdict, and the reduced chunks, which are looked at as they arrive.
+
+        Raises no error on non-finite numbers: they reach every replica and the step is void on all of them.
+        """
         squares = ballot.loss.new_zeros(self.blocks)
+        arrived = []
         for bucket, positions, chunk in zip(self.buckets, self.positions, chunks, strict=True):
             first = bucket.own.start // bucket.block
             mine = positions[first : first + bucket.chunk // bucket.block].to(squares.device)
             real = mine >= 0
             squares[mine[real]] = block_squares(chunk, bucket.block)[real]
+            arrived.append(chunk)
         flag = ballot.loss.new_tensor([float(stop)])
         counts = [] if ballot.counts is None else [ballot.counts.flatten()]
         parts = [ballot.loss, ballot.tokens, flag, squares, *counts]
@@ -73,10 +78,11 @@ class Voter:
             dist.all_reduce(numbers, group=self.group)
         losses, tokens, flag, squares, *counts = numbers.split([p.numel() for p in parts])
         valid = int(tokens.sum().item())
-        return Verdict(
+        verdict = Verdict(
             loss=losses.sum().item() / max(valid, 1),
             gradient_norm=squares.sum().sqrt().item() / max(valid, 1),
             tokens=valid,
             counts=counts[0].view_as(ballot.counts).to(torch.int64) if ballot.counts is not None else None,
             stop=flag.item() > 0,
         )
+        return verdict, arrived

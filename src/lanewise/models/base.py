@@ -38,7 +38,7 @@ class LanguageModel(nn.Module):
 
     def blocks(self) -> Iterator[nn.Module]:
         """The repeated blocks: the units of compilation."""
-        yield from self.layers.values()
+        return iter(self.layers.values())
 
     def table(self) -> tuple[ParamSpec, ...]:
         """Every parameter, sorted by name, in agreement with `named_parameters()`."""

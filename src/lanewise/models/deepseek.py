@@ -81,7 +81,9 @@ class DeepSeek(LanguageModel):
 
     def blocks(self) -> Iterator[nn.Module]:
         yield from super().blocks()
-        yield from (depth.block for depth in self.mtp.values())
+        for depth in self.mtp.values():
+            assert isinstance(depth, Ahead)
+            yield depth.block
 
     def trunk(
         self, tokens_BT: Tensor, angles: Angles, valid_BT: Tensor, key: Tensor | None
