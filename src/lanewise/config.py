@@ -217,7 +217,7 @@ class Checkpoint(Section):
 
 class Eval(Section):
     every: int = free(50, "steps between evaluations on held-out text; 0 is never", ge=0)
-    sequences: int = free(256, "held-out sequences evaluated; 0 is all", ge=0)
+    sequences: int = free(64, "held-out sequences evaluated; 0 is all", ge=0)
 
 
 class Observe(Section):

@@ -3,6 +3,7 @@
 Before the commit nothing has changed, after it everything has, on every replica.
 """
 
+import shlex
 import signal
 import time
 from dataclasses import asdict, dataclass
@@ -17,10 +18,12 @@ from lanewise.checkpoint.locate import locate
 from lanewise.checkpoint.manifest import Manifest
 from lanewise.checkpoint.store import Checkpoints, Found
 from lanewise.data.dataset import Dataset
+from lanewise.data.tokenizer import load
 from lanewise.elastic.status import Status
 from lanewise.elastic.world import World
 from lanewise.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, UserError
 from lanewise.evaluation import evaluate
+from lanewise.generation import sample
 from lanewise.job import Job
 from lanewise.lanes.keys import slot_key
 from lanewise.lanes.vote import Ballot, Verdict
@@ -84,6 +87,8 @@ class Trainer:
         """Run to the end, to `until`, or to a stop request; returns the exit code."""
         self._resume()
         self._open_records()
+        for member in self.world.members():
+            self.events.write("joined", **member)
         last = min(self.steps, self.job.until or self.steps)
         self.display.start(self.progress.step, self.steps)
         code = EXIT_DONE
@@ -106,6 +111,8 @@ class Trainer:
         if not self.checkpoints.wait() and code == EXIT_DONE:
             code = EXIT_FAILED
         self.display.stop()
+        if code == EXIT_DONE and self.progress.step == self.steps:
+            self._farewell()
         return code
 
     # ---------------------------------------------------------------------------------------------------- a step
@@ -222,6 +229,18 @@ class Trainer:
         self.events.write("evaluated", loss=loss, tokens=tokens)
         self.display.note(f"step {self.progress.step}  held-out loss {loss:.4f}")
 
+    def _farewell(self) -> None:
+        """What came out, and what to do with it."""
+        if not self.prints:
+            return
+        out = self.job.out
+        prompt, text = sample(self.replica.model, self.dataset, load(self.job.data), self.run.batch.sequence_length)
+        rule = "-" * 24
+        self.display.note(f"{rule} a sample (prompt: {prompt!r}) {rule}\n{prompt}{text}\n{rule * 2}")
+        self.display.note(f"look into the run:   lanewise inspect {out}")
+        self.display.note(f"continue a text:     lanewise generate {out} --prompt {shlex.quote(prompt)}")
+        self.display.note("train on your own:   lanewise train data.source=FOLDER_OR_FILE --out runs/mine")
+
     # --------------------------------------------------------------------------------------------- stop and resume
 
     def _save(self) -> None:
@@ -253,6 +272,7 @@ class Trainer:
         self.replica.loaded()
         self.progress = Progress(**found.meta["progress"])
         self.saved = self.progress.step if found.path.parent == self.checkpoints.root else -1
+        self.events.step = self.progress.step
         self.display.note(f"resuming after step {self.progress.step} from {found.path}")
 
     def _check_origin(self, meta: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,15 @@ class World:
     device: torch.device
     group: dist.ProcessGroup | None = None
     side: dist.ProcessGroup | None = None
+
+    def members(self) -> list[dict[str, Any]]:
+        """Who takes part: rank, pid, host and replica of each process, by rank. All ranks call it."""
+        me = {"rank": self.rank, "pid": os.getpid(), "host": socket.gethostname(), "replica": self.rank}
+        if self.side is None:
+            return [me]
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, me, group=self.side)
+        return everyone
 
     def barrier(self) -> None:
         if self.group is not None:
