@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from lanewise.errors import UserError
 
@@ -143,7 +144,7 @@ def presets() -> dict[str, dict[str, Any]]:
 
 
 class Data(Section):
-    source: str = Field("python", description="'python' (this interpreter's library), a file, folder or glob")
+    source: str = free("python", "'python' (this interpreter's library), a file, folder or glob; its content counts")
     text_field: str = Field("text", description="column that holds the text (JSONL, Parquet)")
     tokenizer: str = Field("bpe", description="'bpe' trains one on the data, 'bytes', or a tokenizer.json to use")
     vocab_size: int = Field(4096, description="entries of a trained BPE tokenizer", ge=257)
@@ -383,7 +384,7 @@ def dump(run: Run) -> str:
                 value = getattr(section, key)
                 if value is not None:
                     note = f"  # {field.description}" if field.description else ""
-                    lines.append(f"{key} = {_toml(value)}{note}")
+                    lines.append(f"{key} = {_toml(value)}{note}{' (may change on resume)' * _is_free(field)}")
     return "\n".join(lines) + "\n"
 
 
@@ -408,7 +409,10 @@ def differences(old: Run, new: Run) -> Iterator[tuple[str, Any, Any]]:
             continue
         for key in {**type(a).model_fields, **type(b).model_fields}:
             field = type(a).model_fields.get(key) or type(b).model_fields[key]
-            is_free = isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("free")
             x, y = getattr(a, key, None), getattr(b, key, None)
-            if not is_free and x != y and (name, key) != ("model", "preset"):
+            if not _is_free(field) and x != y and (name, key) != ("model", "preset"):
                 yield f"{name}.{key}", x, y
+
+
+def _is_free(field: FieldInfo) -> bool:
+    return isinstance(field.json_schema_extra, dict) and bool(field.json_schema_extra.get("free"))
