@@ -25,10 +25,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lanewise import config
 from lanewise.elastic.launcher import listening_socket
-from lanewise.elastic.world import local_store
+from lanewise.elastic.world import World, local_store
 from lanewise.lanes.vote import Ballot
 from lanewise.models.build import build
 from lanewise.models.init import fill
+from lanewise.parallel.layout import Layout
+from lanewise.parallel.mesh import Mesh
 from lanewise.replica import Replica
 
 VOCAB, LENGTH, BATCH, LR, CLIP = 4096, 256, 2, 1e-3, 1.0
@@ -77,7 +79,7 @@ def peer(variant: str, processes: int) -> Step:
 
 def ours(zero: int, rank: int, processes: int) -> Step:
     run = settings(processes, zero)
-    replica = Replica(run, build(run.model), torch.device("cpu"), dist.group.WORLD, processes, rank)
+    replica = Replica(run, Mesh(World(rank, processes, torch.device("cpu"), dist.group.WORLD), Layout()))
 
     def step(tokens: Tensor, labels: Tensor) -> float:
         ballot = Ballot(processes, torch.device("cpu"))

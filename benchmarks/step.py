@@ -21,8 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lanewise import config
+from lanewise.elastic.world import World
 from lanewise.lanes.vote import Ballot
-from lanewise.models.build import build
+from lanewise.parallel.layout import Layout
+from lanewise.parallel.mesh import Mesh
 from lanewise.replica import Replica
 
 VOCAB, HIDDEN, LAYERS, HEADS, FFN, BATCH, LENGTH = 4096, 384, 6, 6, 1024, 8, 256
@@ -148,7 +150,7 @@ def our_run(precision: str, compiled: bool) -> config.Run:
 
 
 def our_replica(run: config.Run) -> Replica:
-    return Replica(run, build(run.model), torch.device("cpu"), None, 1, 0)
+    return Replica(run, Mesh(World(0, 1, torch.device("cpu")), Layout()))
 
 
 def our_step(replica: Replica) -> Step:

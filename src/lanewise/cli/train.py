@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lanewise import config
 from lanewise.elastic import environment, launcher
 from lanewise.errors import UserError
-from lanewise.lanes.assignment import lanes_of
+from lanewise.parallel.layout import Layout, check
 from lanewise.runfolder import open_run
 
 if TYPE_CHECKING:
@@ -25,7 +25,9 @@ EXAMPLE = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs="*", metavar="RUN.TOML | section.key=value", help="run file and overrides")
     parser.add_argument("--workers", type=int, help="local processes (default: what the machine can use)")
-    parser.add_argument("--layout", default="", help="axes inside a replica; empty: every worker is a replica")
+    parser.add_argument(
+        "--layout", help="axes inside a replica, as in tp2; what is left of the workers becomes replicas"
+    )
     parser.add_argument("--out", type=Path, help="folder of the run (default: runs/NAME)")
     parser.add_argument("--resume", default="auto", metavar="auto|never|PATH", help="go on with a run (default: auto)")
     parser.add_argument("--until", type=int, metavar="STEP", help="stop after this step with a checkpoint")
@@ -36,12 +38,13 @@ def run(arguments: argparse.Namespace) -> int:
     files = [w for w in arguments.words if "=" not in w]
     if len(files) > 1:
         raise UserError(f"more than one run file: {', '.join(files)} (overrides are written section.key=value)")
-    settings = config.load(files[0] if files else None, [w for w in arguments.words if "=" in w])
+    overrides = [w for w in arguments.words if "=" in w]
+    if arguments.layout is not None:
+        overrides.append(f'layout.axes="{arguments.layout}"')
+    settings = config.load(files[0] if files else None, overrides)
     if arguments.show_config:
         sys.stdout.write(config.dump(settings))
         return 0
-    if arguments.layout:
-        raise UserError(f"--layout {arguments.layout}: this version only has replicas; leave --layout out")
     if arguments.until is not None and arguments.until < 1:
         raise UserError(f"--until {arguments.until}: steps count from 1")
     place = environment.detect()
@@ -51,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     workers = arguments.workers if arguments.workers is not None else _usable(settings)
     if workers < 1:
         raise UserError(f"--workers {workers}: at least one worker is needed")
-    lanes_of(0, workers, settings.batch.lanes)
+    check(Layout.parse(settings.layout.axes), settings, workers)
     launcher.warm_up()
     say = (lambda text: print(text, file=sys.stderr)) if arguments.json else print
     return launcher.launch(_prepare(settings, arguments, say), workers)
@@ -76,7 +79,7 @@ def _join(place: environment.Place, settings: config.Run, arguments: argparse.Na
     """Under torchrun, Slurm or MPI: the first process of each host prepares the data, then the others find it."""
     from lanewise.worker import join
 
-    lanes_of(0, place.world, settings.batch.lanes)
+    check(Layout.parse(settings.layout.axes), settings, place.world)
 
     def prepare_in_turn(world: Any) -> "Job":
         if place.local_rank == 0:
@@ -88,7 +91,8 @@ def _join(place: environment.Place, settings: config.Run, arguments: argparse.Na
 
 
 def _usable(settings: config.Run) -> int:
-    """Workers this machine can keep busy: one per GPU, or the cores divided by the threads of each."""
+    """Workers this machine can keep busy, in whole replicas: one per GPU, or the cores by the threads of each."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-    return max(1, min(settings.batch.lanes, gpus or cores // settings.train.threads))
+    replica = Layout.parse(settings.layout.axes).size
+    return replica * max(1, min(settings.batch.lanes, (gpus or cores // settings.train.threads) // replica))

@@ -28,9 +28,9 @@ class World:
     group: dist.ProcessGroup | None = None
     side: dist.ProcessGroup | None = None
 
-    def members(self) -> list[dict[str, Any]]:
+    def members(self, replica: int) -> list[dict[str, Any]]:
         """Who takes part: rank, pid, host and replica of each process, by rank. All ranks call it."""
-        me = {"rank": self.rank, "pid": os.getpid(), "host": socket.gethostname(), "replica": self.rank}
+        me = {"rank": self.rank, "pid": os.getpid(), "host": socket.gethostname(), "replica": replica}
         if self.side is None:
             return [me]
         everyone: list[Any] = [None] * self.size

@@ -1,4 +1,4 @@
-"""AdamW on flat chunks: each replica updates what it owns (ZeRO-1/2) or everything (ZeRO-0).
+"""AdamW on flat chunks: each copy updates what it owns (ZeRO-1/2) or everything (ZeRO-0).
 
 Bits do not depend on the chunk: the update is elementwise, and chunks are cut at block boundaries.
 """
@@ -42,14 +42,11 @@ class ShardedAdamW:
     """AdamW over buckets (Loshchilov & Hutter, arXiv:1711.05101), with fp32 master weights.
 
     In fp32 the masters are the model's own weights; in bf16 they are a separate fp32 chunk.
-    zero: 0 updates everything on every replica; 1 and 2 update the own chunk and all-gather the weights.
+    zero: 0 updates everything on every copy; 1 and 2 update the own chunk and all-gather the weights.
     """
 
-    def __init__(
-        self, config: Optimizer, buckets: Sequence[Bucket], group: dist.ProcessGroup | None, zero: int
-    ) -> None:
-        self.config, self.group = config, group
-        self.sharded = zero > 0 and group is not None
+    def __init__(self, config: Optimizer, buckets: Sequence[Bucket], zero: int) -> None:
+        self.config, self.sharded = config, zero > 0
         self.parts = [self._part(bucket) for bucket in buckets]
 
     def _part(self, bucket: Bucket) -> Part:
@@ -65,21 +62,19 @@ class ShardedAdamW:
         return 0.0 if place.spec.kind in self.config.no_decay else self.config.weight_decay
 
     def gather_gradients(self, chunks: Sequence[Tensor]) -> list[Tensor]:
-        """ZeRO-0: every replica gets every chunk. Else the chunks themselves."""
-        if self.sharded or self.group is None:
+        """ZeRO-0: every copy gets every chunk. Else the chunks themselves."""
+        if self.sharded:
             return list(chunks)
-        full = [
-            torch.empty(part.bucket.size, dtype=torch.float32, device=c.device)
-            for part, c in zip(self.parts, chunks, strict=True)
-        ]
-        works = [all_gather(f, c, group=self.group, async_op=True) for f, c in zip(full, chunks, strict=True)]
-        for work in works:
-            assert work is not None
-            work.wait()
+        full, works = [], []
+        for part, chunk in zip(self.parts, chunks, strict=True):
+            group = part.bucket.copies.group
+            full.append(chunk if group is None else chunk.new_empty(part.bucket.size))
+            works.append(None if group is None else all_gather(full[-1], chunk, group=group, async_op=True))
+        _wait(works)
         return full
 
     def step(self, chunks: Sequence[Tensor], divisor: float, lr: float, update: int) -> None:
-        """Update number `update` (from 0) with gradients chunks / divisor; then every replica's weights are new."""
+        """Update number `update` (from 0) with gradients chunks / divisor; then every copy's weights are new."""
         works = []
         scale = torch.tensor(divisor, dtype=torch.float32, device=chunks[0].device)
         for part, gradient in zip(self.parts, self.gather_gradients(chunks), strict=True):
@@ -103,9 +98,7 @@ class ShardedAdamW:
                     found_inf=None,
                 )
             works.append(self._publish(part))
-        for work in works:
-            if work is not None:
-                work.wait()
+        _wait(works)
 
     def _segments(self, part: Part) -> Iterator[tuple[float, int, int]]:
         """(decay, from, to) of the part: runs of parameters with the same decay, padding with its left neighbour."""
@@ -122,12 +115,17 @@ class ShardedAdamW:
         weights = part.bucket.weights[part.start : part.stop]
         if weights.dtype != torch.float32:
             weights.copy_(part.master)
-        if not self.sharded:
+        group = part.bucket.copies.group
+        if not self.sharded or group is None:
             return None
-        return all_gather(part.bucket.weights, weights, group=self.group, async_op=True)
+        return all_gather(part.bucket.weights, weights, group=group, async_op=True)
 
     def publish(self) -> None:
-        """Bring the model's weights up to date with the masters, on every replica."""
-        for work in [self._publish(part) for part in self.parts]:
-            if work is not None:
-                work.wait()
+        """Bring the model's weights up to date with the masters, on every copy."""
+        _wait([self._publish(part) for part in self.parts])
+
+
+def _wait(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        if work is not None:
+            work.wait()

@@ -3,7 +3,10 @@
 Within a lane the microbatches' gradients add up in order, in fp32; across lanes along the canonical tree. A replica
 adds up the tree nodes that lie inside its range of lanes and the exchange does the rest:
 
-    all-to-all (each replica gets its chunk of everyone's nodes) -> tree sum of the chunks
+    all-to-all (each copy gets its chunk of everyone's nodes) -> tree sum of the chunks
+
+Where a replica's ranks each have a part of the gradient (`Copies`), they take part in the same exchange: a tree for
+each part, then the sum of the parts.
 
 On the wire this is the first half of a ring all-reduce. The second half, the all-gather, belongs to the optimizer:
 with ZeRO-1/2 it carries updated weights, with ZeRO-0 the reduced gradient.
@@ -37,7 +40,6 @@ class Reducer:
         buckets: Sequence[Bucket],
         lanes: int,
         microbatches: int,
-        group: dist.ProcessGroup | None,
         replicas: int,
         replica: int,
         free_early: bool,
@@ -45,7 +47,7 @@ class Reducer:
         self.lanes, self.microbatches = lanes, microbatches
         self.mine = lanes_of(replica, replicas, lanes)
         nodes = [cover(r.start, r.stop, lanes) for r in (lanes_of(other, replicas, lanes) for other in range(replicas))]
-        self.sums = [_BucketSum(b, lanes, group, nodes, replica, free_early) for b in buckets]
+        self.sums = [_BucketSum(b, lanes, nodes, free_early) for b in buckets]
         self._launched = 0
         for bucket_sum in self.sums:
             for index in bucket_sum.trainable:
@@ -78,7 +80,7 @@ class Reducer:
             self._launched += 1
 
     def finish(self) -> Iterator[Tensor]:
-        """This replica's chunk of each bucket's gradient, summed over all lanes: [chunk] fp32, valid until `begin`.
+        """This rank's chunk of each bucket's gradient, summed over all lanes: [chunk] fp32, valid until `begin`.
 
         Each is yielded as it arrives: what is done with one overlaps with the exchange of the next.
         """
@@ -101,13 +103,11 @@ class _BucketSum:
         self,
         bucket: Bucket,
         lanes: int,
-        group: dist.ProcessGroup | None,
         nodes: Sequence[list[tuple[int, int]]],
-        replica: int,
         free_early: bool,
     ) -> None:
-        self.bucket, self.lanes, self.group = bucket, lanes, group
-        self.nodes, self.replica, self.free_early = nodes, replica, free_early
+        self.bucket, self.lanes, self.copies, self.free_early = bucket, lanes, bucket.copies, free_early
+        self.nodes = [replica for replica in nodes for _ in range(self.copies.parts)]  # of each copy, in rank order
         self.trainable = [i for i, place in enumerate(bucket.places) if place.parameter.requires_grad]
         self.pool: list[Tensor] = []
         self.inbox: dict[int, Tensor] = {}
@@ -141,7 +141,7 @@ class _BucketSum:
         """Add one parameter's gradient; True if it was the last one that the exchange of this bucket waited for."""
         assert self.target is not None
         place = self.bucket.places[index]
-        part = self.target[place.start : place.stop].view(place.spec.shape)
+        part = self.target[place.start : place.stop].view(place.parameter.shape)
         if self.fresh:
             part.copy_(gradient)
         else:
@@ -191,33 +191,33 @@ class _BucketSum:
     # -------------------------------------------------------------------------------------------- the exchange
 
     def launch(self) -> None:
-        """Send each replica its chunk of this replica's nodes; one all-to-all for each rank of node.
+        """Send each copy its chunk of this one's nodes; one all-to-all for each rank of node.
 
-        A replica has few nodes, mostly one. Sending the j-th node of every replica in the j-th call needs no packing:
-        a flat buffer already lies chunk by chunk in the order of the replicas.
+        A replica has few nodes, mostly one. Sending the j-th node of every copy in the j-th call needs no packing:
+        a flat buffer already lies chunk by chunk in the order of the copies.
         """
         self.ready = False
-        if self.group is None:
+        if self.copies.group is None:
             return
-        chunk = self.bucket.chunk
+        chunk, me = self.bucket.chunk, self.copies.rank
         for j in range(max(len(n) for n in self.nodes)):
             have = [j < len(n) for n in self.nodes]
-            mine = self.tree.nodes[j].value if have[self.replica] else self.bucket.weights.new_empty(0).float()
+            mine = self.tree.nodes[j].value if have[me] else self.bucket.weights.new_empty(0).float()
             if j not in self.inbox:
                 self.inbox[j] = torch.empty(sum(have) * chunk, dtype=torch.float32, device=mine.device)
             work = dist.all_to_all_single(
                 self.inbox[j],
                 mine,
                 output_split_sizes=[h * chunk for h in have],
-                input_split_sizes=[have[self.replica] * chunk] * len(have),
-                group=self.group,
+                input_split_sizes=[have[me] * chunk] * len(have),
+                group=self.copies.group,
                 async_op=True,
             )
             assert work is not None
             self.works.append(work)
 
     def finish(self) -> Tensor:
-        if self.group is None:
+        if self.copies.group is None:
             reduced = self.tree.root()
             self.pool.append(reduced)  # written again only after `begin`
         else:
@@ -233,10 +233,13 @@ class _BucketSum:
         return reduced
 
     def _sum_received(self) -> Tensor:
-        """This replica's chunk of everyone's nodes, added along the tree, in place in the inbox."""
+        """This copy's chunk of everyone's nodes, added along one tree for each part, in place in the inbox."""
         chunks = [iter(received.split(self.bucket.chunk)) for _, received in sorted(self.inbox.items())]
-        tree = TreeSum[Tensor](self.lanes, lambda left, right: left.add_(right))
-        for nodes in self.nodes:
+        trees = [TreeSum[Tensor](self.lanes, lambda left, right: left.add_(right)) for _ in range(self.copies.parts)]
+        for copy, nodes in enumerate(self.nodes):
             for j, (start, size) in enumerate(nodes):
-                tree.push(start, next(chunks[j]), size)
-        return tree.root()
+                trees[copy % self.copies.parts].push(start, next(chunks[j]), size)
+        total, *others = (tree.root() for tree in trees)
+        for part in others:
+            total.add_(part)
+        return total

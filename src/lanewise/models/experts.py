@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lanewise.config import DeepSeekModel
 from lanewise.models.feedforward import swiglu
-from lanewise.models.spec import Declared, ParamSpec
+from lanewise.models.spec import Cut, Declared, ParamSpec
 
 
 class Experts(Declared):
@@ -21,10 +21,11 @@ class Experts(Declared):
         super().__init__()
         E, F, H = config.experts, config.expert_hidden, config.hidden
 
-        def stack(name: str, outputs: int, inputs: int) -> torch.nn.Parameter:
-            return self.declare(ParamSpec(name, (E, outputs, inputs), "expert", "normal", config.init_std))
+        def stack(name: str, outputs: int, inputs: int, inner: int) -> torch.nn.Parameter:
+            cuts = {"ep": Cut(0, E), "tp": Cut(inner, F)}
+            return self.declare(ParamSpec(name, (E, outputs, inputs), "expert", "normal", config.init_std, cuts=cuts))
 
-        self.gate, self.up, self.down = stack("gate", F, H), stack("up", F, H), stack("down", H, F)
+        self.gate, self.up, self.down = stack("gate", F, H, 1), stack("up", F, H, 1), stack("down", H, F, 2)
 
     @torch.compiler.disable  # how many tokens an expert gets is data; each product is one library call anyway
     def forward(self, x_SH: Tensor, experts_SK: Tensor, weights_SK: Tensor) -> Tensor:
