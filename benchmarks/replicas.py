@@ -182,9 +182,7 @@ def measure(processes: int, precision: str, rounds: int) -> None:
     times = results[0][0]  # barriers on both sides: every rank measures the same
     # Ours is the mean over all tokens on every rank, a peer's over the rank's own: their mean is comparable.
     losses = {name: statistics.mean(result[2][name] for result in results) for name in VARIANTS}
-    print(
-        f"\n{processes} processes, 1 thread each, {numel / 1e6:.1f}M parameters, {rounds} interleaved rounds, {precision}"
-    )
+    print(f"\n{processes} processes, 1 thread each, {numel / 1e6:.1f}M parameters, {precision}, {rounds} rounds")
     print(f"limit: {wire / 1e6:.0f} MB sent per rank and step, {wire / copy_rate() * 1e3:.1f} ms at the copy rate")
     print(
         f"{'':14}{'ms/step':>9}{'tokens/s':>10}{'x DDP':>8}{'x DDP, our net':>16}{'x FSDP2':>9}"

@@ -14,9 +14,7 @@ from torch.optim.adamw import adamw
 
 from lanewise.config import Optimizer
 from lanewise.lanes.flat import Bucket, Place
-
-# The same collective under its name since torch 2.13, where the old one warns.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from lanewise.lanes.wire import gather
 
 
 @dataclass
@@ -64,25 +62,25 @@ class ShardedAdamW:
             return None
         return 0.0 if place.spec.kind in self.config.no_decay else self.config.weight_decay
 
-    def gather_gradients(self, chunks: Sequence[Tensor]) -> list[Tensor]:
-        """ZeRO-0: every replica gets every chunk. Else the chunks themselves."""
+    def _gradients(self, chunks: Sequence[Tensor]) -> list[Tensor]:
+        """What the parts are updated with. ZeRO-0: every replica gets every chunk. Else the chunks themselves."""
         if self.sharded or self.group is None:
             return list(chunks)
-        full = [
-            torch.empty(part.bucket.size, dtype=torch.float32, device=c.device)
-            for part, c in zip(self.parts, chunks, strict=True)
-        ]
-        works = [all_gather(f, c, group=self.group, async_op=True) for f, c in zip(full, chunks, strict=True)]
+        full, works = [], []
+        for tag, (part, chunk) in enumerate(zip(self.parts, chunks, strict=True)):
+            gradient = torch.empty(part.bucket.size, dtype=torch.float32, device=chunk.device)
+            gradient[part.bucket.own] = chunk
+            works += gather(gradient, self.group, tag)
+            full.append(gradient)
         for work in works:
-            assert work is not None
             work.wait()
         return full
 
     def step(self, chunks: Sequence[Tensor], divisor: float, lr: float, update: int) -> None:
         """Update number `update` (from 0) with gradients chunks / divisor; then every replica's weights are new."""
-        works = []
+        works: list[dist.Work] = []
         scale = torch.tensor(divisor, dtype=torch.float32, device=chunks[0].device)
-        for part, gradient in zip(self.parts, self.gather_gradients(chunks), strict=True):
+        for tag, (part, gradient) in enumerate(zip(self.parts, self._gradients(chunks), strict=True)):
             for decay, a, b in self._segments(part):
                 adamw(
                     [part.master[a:b]],
@@ -102,10 +100,9 @@ class ShardedAdamW:
                     grad_scale=scale,
                     found_inf=None,
                 )
-            works.append(self._publish(part))
+            works += self._publish(part, tag)
         for work in works:
-            if work is not None:
-                work.wait()
+            work.wait()
 
     def _segments(self, part: Part) -> Iterator[tuple[float, int, int]]:
         """(decay, from, to) of the part: runs of parameters with the same decay, padding with its left neighbour."""
@@ -118,16 +115,13 @@ class ShardedAdamW:
             if decay is not None:
                 yield decay, start, end
 
-    def _publish(self, part: Part) -> dist.Work | None:
+    def _publish(self, part: Part, tag: int) -> list[dist.Work]:
         weights = part.bucket.weights[part.start : part.stop]
         if weights.dtype != torch.float32:
             weights.copy_(part.master)
-        if not self.sharded:
-            return None
-        return all_gather(part.bucket.weights, weights, group=self.group, async_op=True)
+        return gather(part.bucket.weights, self.group, tag) if self.sharded and self.group is not None else []
 
     def publish(self) -> None:
         """Bring the model's weights up to date with the masters, on every replica."""
-        for work in [self._publish(part) for part in self.parts]:
-            if work is not None:
-                work.wait()
+        for work in [work for tag, part in enumerate(self.parts) for work in self._publish(part, tag)]:
+            work.wait()

@@ -3,7 +3,7 @@
 Within a lane the microbatches' gradients add up in order, in fp32; across lanes along the canonical tree. A replica
 adds up the tree nodes that lie inside its range of lanes and the exchange does the rest:
 
-    all-to-all (each replica gets its chunk of everyone's nodes) -> tree sum of the chunks
+    all-to-all (each replica gets its chunk of everyone else's nodes) -> tree sum of the chunks
 
 On the wire this is the first half of a ring all-reduce. The second half, the all-gather, belongs to the optimizer:
 with ZeRO-1/2 it carries updated weights, with ZeRO-0 the reduced gradient.
@@ -21,6 +21,7 @@ from torch import Tensor
 from lanewise.lanes.assignment import lanes_of
 from lanewise.lanes.flat import Bucket
 from lanewise.lanes.tree import TreeSum, cover
+from lanewise.lanes.wire import Message, exchange, others
 
 
 class Reducer:
@@ -45,7 +46,7 @@ class Reducer:
         self.lanes, self.microbatches = lanes, microbatches
         self.mine = lanes_of(replica, replicas, lanes)
         nodes = [cover(r.start, r.stop, lanes) for r in (lanes_of(other, replicas, lanes) for other in range(replicas))]
-        self.sums = [_BucketSum(b, lanes, group, nodes, replica, free_early) for b in buckets]
+        self.sums = [_BucketSum(i, b, lanes, group, nodes, replica, free_early) for i, b in enumerate(buckets)]
         self._launched = 0
         for bucket_sum in self.sums:
             for index in bucket_sum.trainable:
@@ -99,6 +100,7 @@ class _BucketSum:
 
     def __init__(
         self,
+        index: int,
         bucket: Bucket,
         lanes: int,
         group: dist.ProcessGroup | None,
@@ -106,11 +108,11 @@ class _BucketSum:
         replica: int,
         free_early: bool,
     ) -> None:
-        self.bucket, self.lanes, self.group = bucket, lanes, group
+        self.index, self.bucket, self.lanes, self.group = index, bucket, lanes, group
         self.nodes, self.replica, self.free_early = nodes, replica, free_early
         self.trainable = [i for i, place in enumerate(bucket.places) if place.parameter.requires_grad]
         self.pool: list[Tensor] = []
-        self.inbox: dict[int, Tensor] = {}
+        self.inbox: dict[tuple[int, int], Tensor] = {}  # by sender and by which of its nodes
         self.reset()
 
     def reset(self) -> None:
@@ -191,30 +193,21 @@ class _BucketSum:
     # -------------------------------------------------------------------------------------------- the exchange
 
     def launch(self) -> None:
-        """Send each replica its chunk of this replica's nodes; one all-to-all for each rank of node.
-
-        A replica has few nodes, mostly one. Sending the j-th node of every replica in the j-th call needs no packing:
-        a flat buffer already lies chunk by chunk in the order of the replicas.
-        """
+        """Send every other replica its chunk of this replica's nodes. A replica has few nodes, mostly one."""
         self.ready = False
         if self.group is None:
             return
-        chunk = self.bucket.chunk
-        for j in range(max(len(n) for n in self.nodes)):
-            have = [j < len(n) for n in self.nodes]
-            mine = self.tree.nodes[j].value if have[self.replica] else self.bucket.weights.new_empty(0).float()
-            if j not in self.inbox:
-                self.inbox[j] = torch.empty(sum(have) * chunk, dtype=torch.float32, device=mine.device)
-            work = dist.all_to_all_single(
-                self.inbox[j],
-                mine,
-                output_split_sizes=[h * chunk for h in have],
-                input_split_sizes=[have[self.replica] * chunk] * len(have),
-                group=self.group,
-                async_op=True,
-            )
-            assert work is not None
-            self.works.append(work)
+        most = max(len(nodes) for nodes in self.nodes)
+        sends, receives = [], []
+        for peer in others(self.replica, len(self.nodes)):
+            for j, node in enumerate(self.tree.nodes):
+                chunk = node.value[peer * self.bucket.chunk :][: self.bucket.chunk]
+                sends.append(Message(chunk, peer, self.index * most + j))
+            for j in range(len(self.nodes[peer])):
+                if (peer, j) not in self.inbox:
+                    self.inbox[peer, j] = self.tree.nodes[0].value.new_empty(self.bucket.chunk)
+                receives.append(Message(self.inbox[peer, j], peer, self.index * most + j))
+        self.works = exchange(sends, receives, self.group)
 
     def finish(self) -> Tensor:
         if self.group is None:
@@ -233,10 +226,10 @@ class _BucketSum:
         return reduced
 
     def _sum_received(self) -> Tensor:
-        """This replica's chunk of everyone's nodes, added along the tree, in place in the inbox."""
-        chunks = [iter(received.split(self.bucket.chunk)) for _, received in sorted(self.inbox.items())]
+        """This replica's chunk of everyone's nodes, added along the tree; in place, where the chunks lie."""
         tree = TreeSum[Tensor](self.lanes, lambda left, right: left.add_(right))
-        for nodes in self.nodes:
+        for replica, nodes in enumerate(self.nodes):
             for j, (start, size) in enumerate(nodes):
-                tree.push(start, next(chunks[j]), size)
+                mine = replica == self.replica
+                tree.push(start, self.tree.nodes[j].value[self.bucket.own] if mine else self.inbox[replica, j], size)
         return tree.root()
