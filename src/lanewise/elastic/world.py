@@ -4,6 +4,7 @@ import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,9 +28,15 @@ class World:
     group: dist.ProcessGroup | None = None
     side: dist.ProcessGroup | None = None
 
-    def barrier(self) -> None:
-        if self.group is not None:
-            dist.barrier(self.side)
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, however long some take; one that dies is noticed all the same."""
+        values = [value]
+        if self.size > 1:
+            patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+            values = [None] * self.size
+            dist.all_gather_object(values, value, group=patient)
+            dist.destroy_process_group(patient)
+        return values
 
 
 def connect(
