@@ -21,7 +21,7 @@ def test_same_bits_on_any_number_of_workers(
     tmp_path: Path, family: str, precision: str, microbatches: int, layouts: list[tuple[int, int]]
 ) -> None:
     """With dropout, documents of uneven length, and a last step that is part padding."""
-    source = write_documents(tmp_path / "text.jsonl", sentences(30 * microbatches))
+    source = write_documents(tmp_path / "text.jsonl", sentences(18 * microbatches))
     overrides = [
         *FAMILIES[family],
         "model.dropout=0.1",
@@ -35,7 +35,7 @@ def test_same_bits_on_any_number_of_workers(
     assert train(settings(tmp_path, source, *overrides), tmp_path / "alone") == 0
     alone = bits(tmp_path / "alone")
     slots = records(tmp_path / "alone", "samples")
-    assert slots[-1]["step"] >= 4
+    assert slots[-1]["step"] >= 3
     assert slots[-1]["samples"] == [], "the last step is part padding"
     for workers, zero in layouts:
         out = tmp_path / f"{workers}-{zero}"
