@@ -24,14 +24,15 @@ def run(arguments: argparse.Namespace) -> int:
     from lanewise.checkpoint.locate import locate
     from lanewise.data.dataset import Dataset
     from lanewise.data.prepare import prepare
-    from lanewise.elastic.world import World
+    from lanewise.elastic.world import connect
     from lanewise.evaluation import evaluate
     from lanewise.generation import restore
     from lanewise.runfolder import tokenizer_of
 
     checkpoint = locate(arguments.path)
     model, settings = restore(checkpoint)
-    world = World(0, 1, next(model.parameters()).device)
+    # As many threads as in training: the number is part of what defines the bits.
+    world = connect(0, 1, 0, None, settings.train.threads, settings.train.deterministic)
     limit, size = arguments.sequences, settings.batch.size
     if arguments.source is None:
         data = settings.data
