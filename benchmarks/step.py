@@ -53,10 +53,10 @@ class PlainBlock(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         h = self.norm1(x)
-        q, k, v = (p(h).view(BATCH, LENGTH, HEADS, -1).transpose(1, 2) for p in (self.q, self.k, self.v))
+        q, k, v = (p(h).unflatten(-1, (HEADS, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.o(a.transpose(1, 2).reshape(BATCH, LENGTH, HIDDEN))
+        x = x + self.o(a.transpose(1, 2).flatten(2))
         h = self.norm2(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 

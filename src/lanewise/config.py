@@ -161,7 +161,7 @@ class Data(Section):
 class Batch(Section):
     lanes: int = Field(8, description="virtual workers; a step's gradient is the sum over lanes", ge=1)
     microbatches: int = Field(1, description="microbatches per lane in a step (gradient accumulation)", ge=1)
-    size: int = Field(2, description="sequences in a microbatch", ge=1)
+    size: int = Field(1, description="sequences in a microbatch", ge=1)
     sequence_length: int = Field(256, description="tokens in a sequence", ge=2)
 
     @property
@@ -174,7 +174,7 @@ class Batch(Section):
 
 
 class Train(Section):
-    steps: int = Field(200, description="steps of the run; the schedule spans them", ge=1)
+    steps: int = Field(300, description="steps of the run; the schedule spans them", ge=1)
     epochs: float = Field(0, description="if > 0: stop after this many passes over the data instead of `steps`", ge=0)
     seed: int = Field(0, description="seed of weights, order and dropout", ge=0, lt=2**63)
     precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16 keeps fp32 master weights and sums")
@@ -192,7 +192,7 @@ class Layout(Section):
 
 class Optimizer(Section):
     name: Literal["adamw"] = "adamw"
-    lr: float = Field(1e-3, description="peak learning rate", ge=0)
+    lr: float = Field(4e-3, description="peak learning rate", ge=0)
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         (0.9, 0.95), description="decay of the first and second moments"
     )

@@ -1,7 +1,7 @@
 """The folder a run writes to: made once, refused to any other run."""
 
+import fcntl
 import os
-import shutil
 from pathlib import Path
 
 from lanewise.config import Run, differences, dump, load
@@ -10,28 +10,54 @@ from lanewise.errors import UserError
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
-def open_run(run: Run, out: Path, resume: str, data: Path) -> None:
+def open_run(run: Run, out: Path, resume: str, data: Path) -> int:
     """Make `out` with its run.toml and the tokenizer of the prepared `data`, or check that the run in it is this one.
 
     resume: 'auto' goes on with the run in `out` if it is the same; 'never' wants an empty folder; else the path of a
     checkpoint or run to start a new folder from.
+    Returns a lock on the folder, held until this process ends however it ends: no two runs write into one folder.
     Raises UserError if `out` holds another run (naming the first keys that differ) or cannot be written.
     """
     file = out / "run.toml"
     try:
-        if file.exists():
-            _same(file, run, out, resume)
-        else:
+        if not file.exists():
             if (out / "checkpoints").exists():
                 raise UserError(f"{out} holds checkpoints but no run.toml: choose another --out, or restore the file")
             out.mkdir(parents=True, exist_ok=True)
+        lock = _lock(out)
+        if file.exists():
+            _same(file, run, out, resume)
         for name in TOKENIZER:
-            shutil.copyfile(data / name, out / name)
-        temporary = out / f"run.toml.{os.getpid()}.tmp"
-        temporary.write_text(dump(run), encoding="utf-8")
-        os.replace(temporary, file)
+            _write(out / name, (data / name).read_bytes())
+        _write(file, dump(run).encode())
     except OSError as error:
         raise UserError(f"{out}: cannot write the run's folder: {error.strerror}: choose another --out") from None
+    return lock
+
+
+def _lock(out: Path) -> int:
+    """The lock dies with its process, so the file may stay."""
+    file = os.open(out / ".lock", os.O_CREAT | os.O_WRONLY)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{out}: another process is training there: wait for it, or choose another --out") from None
+    except OSError:
+        pass  # a file system without locks
+    return file
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Replace the file as a whole; if it is the same already, leave it: a disk that is full has no room for a copy."""
+    if path.is_file() and path.read_bytes() == content:
+        return
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _same(file: Path, run: Run, out: Path, resume: str) -> None:

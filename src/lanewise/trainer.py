@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lanewise import config
 from lanewise.checkpoint.locate import locate
-from lanewise.checkpoint.manifest import Manifest
+from lanewise.checkpoint.manifest import Manifest, folder_of
 from lanewise.checkpoint.store import Checkpoints, Found
 from lanewise.data.dataset import Dataset
 from lanewise.data.tokenizer import load
@@ -34,7 +34,11 @@ from lanewise.schedule import learning_rate
 
 
 class StopRequest:
-    """Set by the first of the given signals; the run then finishes its step and stops. A second one kills."""
+    """Set by any of the given signals; the run then finishes its step and stops.
+
+    A second Ctrl-C kills. A second SIGTERM does not: whoever stops a whole group of processes may well send each of
+    them two, one directly and one through its launcher.
+    """
 
     def __init__(self, *signals: signal.Signals) -> None:
         self.asked = False
@@ -43,7 +47,8 @@ class StopRequest:
 
     def _handle(self, number: int, _frame: object) -> None:
         self.asked = True
-        signal.signal(number, signal.SIG_DFL)
+        if number == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @dataclass
@@ -74,7 +79,7 @@ class Trainer:
         self.replica = Replica(self.run, self.mesh)
         self.progress = Progress()
         self.saved = -1  # step of the newest checkpoint
-        self.events = Events(JsonLines(job.out / "events.jsonl") if self.prints else None, self.display.note)
+        self.events = Events(job.out / "events.jsonl" if self.prints else None, self.display.note)
         self.checkpoints = Checkpoints(
             job.out / "checkpoints",
             keep=self.run.checkpoint.keep,
@@ -89,8 +94,16 @@ class Trainer:
         self._open_records()
         for member in self.world.members(self.mesh.replica):
             self.events.write("joined", **member)
-        last = min(self.steps, self.job.until or self.steps)
         self.display.start(self.progress.step, self.steps)
+        try:
+            code = self._loop(min(self.steps, self.job.until or self.steps))
+        finally:
+            self.display.stop()
+        if code == EXIT_DONE and self.progress.step == self.steps:
+            self._farewell()
+        return code
+
+    def _loop(self, last: int) -> int:
         code = EXIT_DONE
         if self.progress.step == 0:
             self._evaluate()
@@ -110,9 +123,6 @@ class Trainer:
         self._save()
         if not self.checkpoints.wait() and code == EXIT_DONE:
             code = EXIT_FAILED
-        self.display.stop()
-        if code == EXIT_DONE and self.progress.step == self.steps:
-            self._farewell()
         return code
 
     # ---------------------------------------------------------------------------------------------------- a step
@@ -163,13 +173,14 @@ class Trainer:
             return
         for name in ("metrics.jsonl", "samples.jsonl"):
             cut_after(self.job.out / name, self.progress.step)
-        self.metrics = JsonLines(self.job.out / "metrics.jsonl")
-        self.samples = JsonLines(self.job.out / "samples.jsonl") if self.run.data.record_samples else None
+        complain = self.events.cannot_write
+        self.metrics = JsonLines(self.job.out / "metrics.jsonl", complain)
+        self.samples = JsonLines(self.job.out / "samples.jsonl", complain) if self.run.data.record_samples else None
 
     def _record(self, verdict: Verdict, lr: float, seconds: float) -> None:
+        seconds_by_phase = {f"{phase}_s": round(spent, 6) for phase, spent in self.status.lap().items()}
         if not self.prints:
             return
-        seconds_by_phase = {f"{k}_s": round(v, 6) for k, v in self.status.seconds.items() if v > 0}
         record = plain(
             {
                 "step": self.progress.step,
@@ -233,24 +244,32 @@ class Trainer:
         }
         self.checkpoints.save(self.progress.step, self.replica.state(share=True), meta)
         self.saved = self.progress.step
-        self.events.write("checkpoint", path=str(self.job.out / "checkpoints"))
+        self.events.write("checkpoint", path=str(folder_of(self.checkpoints.root, self.progress.step)))
 
     def _resume(self) -> None:
         """Go on from the newest good checkpoint of this run, or from the one that was named."""
-        if self.job.resume in ("auto", "never"):
-            found = self.checkpoints.find()
-        else:
-            path = locate(Path(self.job.resume))
-            found = Found(path, Manifest.read(path))
+        found = self._checkpoint_to_resume()
         if found is None:
             return
         self._check_origin(found.meta)
         self.checkpoints.load(found, self.replica.state(share=False))
         self.replica.loaded()
         self.progress = Progress(**found.meta["progress"])
+        self.events.step = self.progress.step
         self.saved = self.progress.step if found.path.parent == self.checkpoints.root else -1
         self.events.step = self.progress.step
         self.display.note(f"resuming after step {self.progress.step} from {found.path}")
+
+    def _checkpoint_to_resume(self) -> Found | None:
+        """A folder with checkpoints of its own goes on from them: a command that names another run's checkpoint can
+        be given again after a preemption."""
+        named = None if self.job.resume in ("auto", "never") else Path(self.job.resume)
+        is_own = named is not None and named.absolute().is_relative_to(self.job.out.absolute())
+        found = None if is_own else self.checkpoints.find()
+        if found is None and named is not None:
+            path = locate(named)
+            found = Found(path, Manifest.read(path))
+        return found
 
     def _check_origin(self, meta: dict[str, Any]) -> None:
         """Refuse a checkpoint that was made from other settings or other data: its future would not be this run's."""

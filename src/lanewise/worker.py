@@ -8,22 +8,37 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from multiprocessing import connection
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from lanewise.elastic.environment import Place
 from lanewise.elastic.launcher import Report
 from lanewise.elastic.status import Board, Status
-from lanewise.elastic.world import connect, local_store, store_of
+from lanewise.elastic.world import World, connect, local_store, store_of
 from lanewise.errors import EXIT_FAILED, EXIT_USER, UserError
 from lanewise.job import Job
 from lanewise.trainer import StopRequest, Trainer
 
+MOST_MESSAGE = 1000  # characters
+MOST_TRACEBACK = 10_000  # characters; a pipe holds 64 KB
+# What gloo and NCCL say when a peer has gone or answers no more.
+PEER_GONE = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "connectfullmesh",
+    "timed out waiting",
+    "remote process exit",
+)
 
-def work(rank: int, size: int, job: Job, board: Board, pipe: Any, port: int, listener: socket.socket | None) -> None:
-    """A spawned worker: train, and tell the launcher how it went. Never returns."""
+
+def work(
+    rank: int, size: int, job: Job, board: Board, pipe: Any, port: int, listener: socket.socket | None
+) -> NoReturn:
+    """A spawned worker: train, and tell the launcher how it went."""
     faulthandler.enable()
     _leave_with_launcher()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
@@ -38,16 +53,15 @@ def work(rank: int, size: int, job: Job, board: Board, pipe: Any, port: int, lis
         report = _report(rank, status, error)
         pipe.send(report)
         code = report.code
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # peers may be gone: no clean-up may wait for them
+    _leave(code)
 
 
-def join(place: Place, prepare: Any, deterministic: bool, threads: int) -> int:
+def join(place: Place, prepare: Callable[[World], Job], threads: int, deterministic: bool) -> NoReturn:
     """A worker under torchrun, Slurm or MPI. `prepare(world)` returns the job once the data is there."""
     faulthandler.enable()
     stop = StopRequest(signal.SIGTERM, signal.SIGINT)
     status = Status()
+    store = None
     try:
         store = store_of(place) if place.world > 1 else None
         world = connect(place.rank, place.world, place.local_rank, store, threads, deterministic)
@@ -55,13 +69,27 @@ def join(place: Place, prepare: Any, deterministic: bool, threads: int) -> int:
     except BaseException as error:
         report = _report(place.rank, status, error)
         code = report.code
-        if report.code == EXIT_USER:
-            print(f"lanewise: {report.message}", file=sys.stderr, flush=True)
-        else:
-            where = f"rank {place.rank} failed at step {report.step} in {report.phase}"
-            print(f"{report.traceback}lanewise: {where}: {report.message}", file=sys.stderr, flush=True)
+        if code != EXIT_USER:
+            where = f"rank {report.rank} failed at step {report.step} in {report.phase}"
+            trace = "" if report.echo else report.traceback
+            print(f"{trace}lanewise: {where}: {report.message}", file=sys.stderr)
+        elif _first_to_say(report.message, store):
+            print(f"lanewise: {report.message}", file=sys.stderr)
+    _leave(code)
+
+
+def _first_to_say(message: str, store: dist.Store | None) -> bool:
+    """The user's mistake is mostly seen by every rank: one of them says so."""
+    try:
+        return store is None or store.add(f"lanewise/said/{message}", 1) == 1
+    except RuntimeError:
+        return False  # the rank that serves the store has left, after saying this or something worse
+
+
+def _leave(code: int) -> NoReturn:
     sys.stdout.flush()
-    os._exit(code)
+    sys.stderr.flush()
+    os._exit(code)  # peers may be gone: no clean-up may wait for them
 
 
 def _leave_with_launcher() -> None:
@@ -77,24 +105,24 @@ def _leave_with_launcher() -> None:
 
 
 def _report(rank: int, status: Status, error: BaseException) -> Report:
-    message = f"{type(error).__name__}: {error}" if not isinstance(error, UserError) else str(error)
-    first_line = message.strip().splitlines()[0] if message.strip() else type(error).__name__
+    is_users = isinstance(error, UserError)
+    lines = str(error).strip().splitlines()
+    message = lines[0] if lines else ""
     return Report(
         rank=rank,
         step=status.step,
         phase=status.phase,
-        message=first_line,
-        traceback="".join(traceback.format_exception(error)),
-        code=EXIT_USER if isinstance(error, UserError) else EXIT_FAILED,
+        message=message if is_users else f"{type(error).__name__}: {message[:MOST_MESSAGE]}",
+        # The launcher reads when the worker has ended, so all of it must fit into the pipe.
+        traceback="".join(traceback.format_exception(error))[-MOST_TRACEBACK:],
+        code=EXIT_USER if is_users else EXIT_FAILED,
         echo=_is_echo(error),
     )
 
 
 def _is_echo(error: BaseException) -> bool:
     """True for the error a collective raises when a peer has gone away."""
-    if isinstance(error, dist.DistBackendError | dist.DistNetworkError):
+    if isinstance(error, dist.DistNetworkError):
         return True
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(
-        sign in text for sign in ("gloo", "connection closed by peer", "connection reset", "nccl", "broken pipe")
-    )
+    return isinstance(error, RuntimeError) and any(sign in text for sign in PEER_GONE)

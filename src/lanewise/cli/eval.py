@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     from lanewise.checkpoint.locate import locate
     from lanewise.data.dataset import Dataset
     from lanewise.data.prepare import prepare
-    from lanewise.elastic.world import World
+    from lanewise.elastic.world import connect
     from lanewise.evaluation import evaluate
     from lanewise.generation import restore
     from lanewise.parallel.layout import Layout
@@ -33,7 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     checkpoint = locate(arguments.path)
     model, settings = restore(checkpoint)
-    mesh = Mesh(World(0, 1, next(model.parameters()).device), Layout())
+    # As many threads as in training: the number is part of what defines the bits.
+    mesh = Mesh(connect(0, 1, 0, None, settings.train.threads, settings.train.deterministic), Layout())
     limit, size = arguments.sequences, settings.batch.size
     if arguments.source is None:
         data = settings.data

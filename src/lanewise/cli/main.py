@@ -54,10 +54,8 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"lanewise: {error}", file=sys.stderr)
         return EXIT_USER
-    except BrokenPipeError:
+    except (BrokenPipeError, KeyboardInterrupt):
         return EXIT_FAILED
-    except KeyboardInterrupt:
-        return 130
 
 
 if __name__ == "__main__":

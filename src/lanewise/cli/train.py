@@ -4,15 +4,16 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lanewise import config
 from lanewise.elastic import environment, launcher
-from lanewise.errors import UserError
+from lanewise.errors import EXIT_USER, UserError
 from lanewise.parallel.layout import Layout, check
 from lanewise.runfolder import open_run
 
 if TYPE_CHECKING:
+    from lanewise.elastic.world import World
     from lanewise.job import Job
 
 EXAMPLE = """examples:
@@ -35,6 +36,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    place = environment.detect()
+    try:
+        return _run(arguments, place)
+    except UserError:
+        if place is not None and place.rank > 0:
+            return EXIT_USER  # rank 0 was given the same words, and says what is wrong with them
+        raise
+
+
+def _run(arguments: argparse.Namespace, place: environment.Place | None) -> int:
     files = [w for w in arguments.words if "=" not in w]
     if len(files) > 1:
         raise UserError(f"more than one run file: {', '.join(files)} (overrides are written section.key=value)")
@@ -47,7 +58,6 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.until is not None and arguments.until < 1:
         raise UserError(f"--until {arguments.until}: steps count from 1")
-    place = environment.detect()
     if place is not None:
         return _join(place, settings, arguments)
 
@@ -56,21 +66,24 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"--workers {workers}: at least one worker is needed")
     check(Layout.parse(settings.layout.axes), settings, workers)
     launcher.warm_up()
-    say = (lambda text: print(text, file=sys.stderr)) if arguments.json else print
-    return launcher.launch(_prepare(settings, arguments, say), workers)
+    job = _prepare(settings, arguments)
+    open_run(job.run, job.out, job.resume, job.data)
+    return launcher.launch(job, workers)
 
 
-def _prepare(settings: config.Run, arguments: argparse.Namespace, say: Any = lambda text: None) -> "Job":
-    """Make the token files, complete the run file with what they tell, and open the run's folder."""
+def _prepare(settings: config.Run, arguments: argparse.Namespace, quiet: bool = False) -> "Job":
+    """Make the token files, or find them in the cache, and complete the run file with what they tell."""
     from lanewise.data.prepare import prepare
     from lanewise.data.store import read_meta
     from lanewise.job import Job
 
+    def say(text: str) -> None:
+        if not quiet:
+            print(text, file=sys.stderr if arguments.json else sys.stdout)
+
     folder = prepare(settings.data, say)
-    meta = read_meta(folder)
-    settings = config.with_vocabulary(settings, meta["vocab_size"])
+    settings = config.with_vocabulary(settings, read_meta(folder)["vocab_size"])
     out = arguments.out or Path("runs") / settings.name
-    open_run(settings, out, arguments.resume, folder)
     display = "json" if arguments.json else "auto"
     return Job(settings, folder, out, arguments.resume, arguments.until, display)
 
@@ -79,15 +92,25 @@ def _join(place: environment.Place, settings: config.Run, arguments: argparse.Na
     """Under torchrun, Slurm or MPI: the first process of each host prepares the data, then the others find it."""
     from lanewise.worker import join
 
+    if arguments.workers not in (None, place.world):
+        raise UserError(f"--workers {arguments.workers}: {place.launcher} started {place.world}; leave --workers out")
     check(Layout.parse(settings.layout.axes), settings, place.world)
 
-    def prepare_in_turn(world: Any) -> "Job":
+    def prepare_in_turn(world: "World") -> "Job":
+        job, mistake = None, None
         if place.local_rank == 0:
-            job = _prepare(settings, arguments, print if place.rank == 0 else lambda text: None)
-        world.barrier()
-        return job if place.local_rank == 0 else _prepare(settings, arguments)
+            try:
+                job = _prepare(settings, arguments, quiet=place.rank > 0)
+                if place.rank == 0:
+                    open_run(job.run, job.out, job.resume, job.data)
+            except UserError as error:
+                mistake = str(error)
+        mistakes = [m for m in world.gather(mistake) if m is not None]
+        if mistakes:
+            raise UserError(mistakes[0])
+        return job or _prepare(settings, arguments, quiet=True)
 
-    return join(place, prepare_in_turn, settings.train.deterministic, settings.train.threads)
+    join(place, prepare_in_turn, settings.train.threads, settings.train.deterministic)
 
 
 def _usable(settings: config.Run) -> int:

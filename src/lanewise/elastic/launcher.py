@@ -21,6 +21,8 @@ from lanewise.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER
 
 WORKER = "lanewise.worker"
 GRACE = 2.0  # seconds in which the other workers may report what they saw of a failure before they are killed
+ONE_REQUEST = 0.1  # seconds: `timeout` signals a process and then its group, which is one wish, not two
+SHOW_CURSOR = "\x1b[?25h"
 
 
 @dataclass(frozen=True)
@@ -62,15 +64,16 @@ def launch(job: Any, workers: int) -> int:
         processes.append(process)
         pipes.append(ours)
     listener.close()
-    with _Signals(processes) as signals:
+    with _Signals({process.sentinel: process.pid for process in processes}) as signals:
         try:
             return _watch(processes, pipes, board, signals)
         finally:
             for process in processes:
-                if process.is_alive():
-                    process.kill()
-            for process in processes:
+                process.kill()
                 process.join()
+            if sys.stdout.isatty():  # a worker that was killed could not end its live display
+                sys.stdout.write(SHOW_CURSOR)
+                sys.stdout.flush()
 
 
 def listening_socket() -> tuple[socket.socket, int]:
@@ -89,9 +92,10 @@ def _enter(module: str, *arguments: Any) -> None:
 class _Signals:
     """The first SIGINT or SIGTERM is passed on to the workers as SIGTERM; the second kills them."""
 
-    def __init__(self, processes: list[Any]) -> None:
-        self.processes = processes
+    def __init__(self, running: dict[Any, int]) -> None:
+        self.running = running  # sentinel -> pid; a handler must not poll a process, which the main thread may be at
         self.count = 0
+        self.last = 0.0
 
     def __enter__(self) -> "_Signals":
         self.old = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
@@ -102,68 +106,66 @@ class _Signals:
             signal.signal(number, handler)
 
     def _handle(self, number: int, _frame: object) -> None:
+        now = time.monotonic()
+        if self.count and now - self.last < ONE_REQUEST:
+            return
+        self.last = now
         self.count += 1
         if self.count == 1:
             os.write(2, b"\nstopping after this step (once more: at once)\n")
-        for process in self.processes:
-            if process.is_alive():
-                os.kill(process.pid, signal.SIGTERM if self.count == 1 else signal.SIGKILL)
+        for pid in list(self.running.values()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM if self.count == 1 else signal.SIGKILL)
 
 
 def _watch(processes: list[Any], pipes: list[Any], board: Board, signals: _Signals) -> int:
     """Wait for all workers. On the first failure give the others a moment to report, then stop them."""
-    running = {process.sentinel: rank for rank, process in enumerate(processes)}
+    ranks = {process.sentinel: rank for rank, process in enumerate(processes)}
     reports: dict[int, Report] = {}
     deaths: list[tuple[int, int]] = []  # (rank, exit code) in order of death
     codes: set[int] = set()
     deadline: float | None = None
-    while running and (deadline is None or time.monotonic() < deadline):
+    while signals.running and (deadline is None or time.monotonic() < deadline):
         wait = None if deadline is None else max(0.0, deadline - time.monotonic())
-        for sentinel in connection.wait(list(running), timeout=wait):
-            rank = running.pop(sentinel)
+        for sentinel in connection.wait(list(signals.running), timeout=wait):
+            rank = ranks[sentinel]
+            signals.running.pop(sentinel)
             processes[rank].join()
             code = processes[rank].exitcode
-            with contextlib.suppress(EOFError):  # nothing was reported
+            with contextlib.suppress(EOFError, OSError):  # nothing was reported, or not to the end
                 reports[rank] = pipes[rank].recv()
-            if code in (EXIT_DONE, EXIT_RESUMABLE) and board.read(rank)[3]:
+            if board.read(rank)[3] and code >= 0:
                 codes.add(code)
             else:
                 deaths.append((rank, code))
         if deaths and deadline is None:
             deadline = time.monotonic() + GRACE
-        if deaths and any(rank in reports and not reports[rank].echo for rank, _ in deaths):
+        if any(not report.echo for report in reports.values()):
             break
     if signals.count > 1:
-        print("stopped at once: the last checkpoint is the point to resume from", file=sys.stderr)
-        return 130
-    if not deaths:
-        return EXIT_RESUMABLE if EXIT_RESUMABLE in codes else EXIT_DONE
-    return _explain(deaths, reports, board)
+        print("lanewise: stopped at once; the same command resumes from the last checkpoint", file=sys.stderr)
+        return EXIT_FAILED
+    if signals.count and deaths and deaths[0][1] == -signal.SIGTERM:
+        return EXIT_RESUMABLE  # asked to stop before it could listen: no step was made
+    if deaths:
+        return _explain(deaths, reports, board)
+    return next(code for code in (EXIT_FAILED, EXIT_RESUMABLE, EXIT_DONE) if code in codes)
 
 
 def _explain(deaths: list[tuple[int, int]], reports: dict[int, Report], board: Board) -> int:
-    """Print who failed first and why; workers that only saw a peer vanish are not the cause."""
-    for report in reports.values():
-        if report.code == EXIT_USER:
-            print(f"lanewise: {report.message}", file=sys.stderr)
-            return EXIT_USER
-    own = [reports[rank] for rank, _ in deaths if rank in reports and not reports[rank].echo]
-    silent = [(rank, code) for rank, code in deaths if rank not in reports]
-    if own:
-        first = own[0]
-        print(first.traceback, file=sys.stderr, end="")
-        print(
-            f"lanewise: rank {first.rank} failed at step {first.step} in {first.phase}: {first.message}",
-            file=sys.stderr,
-        )
-    elif silent:
-        rank, code = silent[0]
+    """Print who failed first and why; workers that only saw a peer vanish are not the cause. Returns the exit code."""
+    rank, code = next((d for d in deaths if d[0] not in reports or not reports[d[0]].echo), deaths[0])
+    if (report := reports.get(rank)) is None:
         step, phase, _, _ = board.read(rank)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left early with exit code {code}"
-        print(f"lanewise: rank {rank} {how} at step {step} in {phase}", file=sys.stderr)
+        cause = f"rank {rank} {how} at step {step} in {phase}"
+    elif report.code == EXIT_USER:
+        print(f"lanewise: {report.message}", file=sys.stderr)
+        return EXIT_USER
     else:
-        report = reports[deaths[0][0]]
+        how = "lost its peers" if report.echo else "failed"
+        cause = f"rank {rank} {how} at step {report.step} in {report.phase}: {report.message}"
         print(report.traceback, file=sys.stderr, end="")
-        print(f"lanewise: rank {report.rank} lost its peers at step {report.step} in {report.phase}", file=sys.stderr)
+    print(f"lanewise: {cause}", file=sys.stderr)
     print("lanewise: all workers stopped; the same command resumes from the last checkpoint", file=sys.stderr)
     return EXIT_FAILED

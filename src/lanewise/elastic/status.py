@@ -29,16 +29,16 @@ class Status:
     def __init__(self, board: Board | None = None, rank: int = 0) -> None:
         self.cells: Any = board.cells if board is not None else RawArray("d", _FIELDS)
         self.base = rank * _FIELDS if board is not None else 0
-        self.seconds = dict.fromkeys(PHASES, 0.0)
         self.step = 0
         self.phase = "start"
+        self._seconds = dict.fromkeys(PHASES, 0.0)
         self._since = time.perf_counter()
         self.enter("start")
 
     def enter(self, phase: str) -> None:
         """The phase changes; the time since the last change counts for the old one."""
         now = time.perf_counter()
-        self.seconds[self.phase] += now - self._since
+        self._seconds[self.phase] += now - self._since
         self._since, self.phase = now, phase
         self.cells[self.base + 1] = PHASES.index(phase)
         self.cells[self.base + 2] = time.time()
@@ -46,8 +46,12 @@ class Status:
     def begin_step(self, step: int) -> None:
         self.step = step
         self.cells[self.base] = step
-        self.enter("data")
-        self.seconds = dict.fromkeys(PHASES, 0.0)
+
+    def lap(self) -> dict[str, float]:
+        """Seconds spent in each phase since the last lap; together they are all the time there was."""
+        self.enter(self.phase)
+        seconds, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
+        return {phase: spent for phase, spent in seconds.items() if spent > 0}
 
     def finished(self) -> None:
         self.enter("end")

@@ -28,18 +28,19 @@ class World:
     group: dist.ProcessGroup | None = None
     side: dist.ProcessGroup | None = None
 
-    def members(self, replica: int) -> list[dict[str, Any]]:
-        """Who takes part: rank, pid, host and replica of each process, by rank. All ranks call it."""
-        me = {"rank": self.rank, "pid": os.getpid(), "host": socket.gethostname(), "replica": replica}
-        if self.side is None:
-            return [me]
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, me, group=self.side)
-        return everyone
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, however long some take; one that dies is noticed all the same."""
+        values = [value]
+        if self.size > 1:
+            patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+            values = [None] * self.size
+            dist.all_gather_object(values, value, group=patient)
+            dist.destroy_process_group(patient)
+        return values
 
-    def barrier(self) -> None:
-        if self.group is not None:
-            dist.barrier(self.side)
+    def members(self, replica: int) -> list[dict[str, Any]]:
+        """Who takes part: rank, pid, host and replica of each process, by rank."""
+        return self.gather({"rank": self.rank, "pid": os.getpid(), "host": socket.gethostname(), "replica": replica})
 
 
 def connect(

@@ -14,9 +14,7 @@ from torch.optim.adamw import adamw
 
 from lanewise.config import Optimizer
 from lanewise.lanes.flat import Bucket, Place
-
-# The same collective under its name since torch 2.13, where the old one warns.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from lanewise.lanes.wire import gather
 
 
 @dataclass
@@ -61,23 +59,29 @@ class ShardedAdamW:
             return None
         return 0.0 if place.spec.kind in self.config.no_decay else self.config.weight_decay
 
-    def gather_gradients(self, chunks: Sequence[Tensor]) -> list[Tensor]:
-        """ZeRO-0: every copy gets every chunk. Else the chunks themselves."""
+    def _gradients(self, chunks: Sequence[Tensor]) -> list[Tensor]:
+        """What the parts are updated with. ZeRO-0: every copy gets every chunk. Else the chunks themselves."""
         if self.sharded:
             return list(chunks)
         full, works = [], []
-        for part, chunk in zip(self.parts, chunks, strict=True):
+        for tag, (part, chunk) in enumerate(zip(self.parts, chunks, strict=True)):
             group = part.bucket.copies.group
-            full.append(chunk if group is None else chunk.new_empty(part.bucket.size))
-            works.append(None if group is None else all_gather(full[-1], chunk, group=group, async_op=True))
-        _wait(works)
+            if group is None:
+                full.append(chunk)
+                continue
+            gradient = torch.empty(part.bucket.size, dtype=torch.float32, device=chunk.device)
+            gradient[part.bucket.own] = chunk
+            works += gather(gradient, group, tag)
+            full.append(gradient)
+        for work in works:
+            work.wait()
         return full
 
     def step(self, chunks: Sequence[Tensor], divisor: float, lr: float, update: int) -> None:
         """Update number `update` (from 0) with gradients chunks / divisor; then every copy's weights are new."""
-        works = []
+        works: list[dist.Work] = []
         scale = torch.tensor(divisor, dtype=torch.float32, device=chunks[0].device)
-        for part, gradient in zip(self.parts, self.gather_gradients(chunks), strict=True):
+        for tag, (part, gradient) in enumerate(zip(self.parts, self._gradients(chunks), strict=True)):
             for decay, a, b in self._segments(part):
                 adamw(
                     [part.master[a:b]],
@@ -97,8 +101,9 @@ class ShardedAdamW:
                     grad_scale=scale,
                     found_inf=None,
                 )
-            works.append(self._publish(part))
-        _wait(works)
+            works += self._publish(part, tag)
+        for work in works:
+            work.wait()
 
     def _segments(self, part: Part) -> Iterator[tuple[float, int, int]]:
         """(decay, from, to) of the part: runs of parameters with the same decay, padding with its left neighbour."""
@@ -111,21 +116,14 @@ class ShardedAdamW:
             if decay is not None:
                 yield decay, start, end
 
-    def _publish(self, part: Part) -> dist.Work | None:
+    def _publish(self, part: Part, tag: int) -> list[dist.Work]:
         weights = part.bucket.weights[part.start : part.stop]
         if weights.dtype != torch.float32:
             weights.copy_(part.master)
         group = part.bucket.copies.group
-        if not self.sharded or group is None:
-            return None
-        return all_gather(part.bucket.weights, weights, group=group, async_op=True)
+        return gather(part.bucket.weights, group, tag) if self.sharded and group is not None else []
 
     def publish(self) -> None:
         """Bring the model's weights up to date with the masters, on every copy."""
-        _wait([self._publish(part) for part in self.parts])
-
-
-def _wait(works: Sequence[dist.Work | None]) -> None:
-    for work in works:
-        if work is not None:
+        for work in [work for tag, part in enumerate(self.parts) for work in self._publish(part, tag)]:
             work.wait()

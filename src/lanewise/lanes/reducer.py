@@ -3,7 +3,7 @@
 Within a lane the microbatches' gradients add up in order, in fp32; across lanes along the canonical tree. A replica
 adds up the tree nodes that lie inside its range of lanes and the exchange does the rest:
 
-    all-to-all (each copy gets its chunk of everyone's nodes) -> tree sum of the chunks
+    all-to-all (each copy gets its chunk of everyone else's nodes) -> tree sum of the chunks
 
 Where a replica's ranks each have a part of the gradient (`Copies`), they take part in the same exchange: a tree for
 each part, then the sum of the parts.
@@ -24,6 +24,7 @@ from torch import Tensor
 from lanewise.lanes.assignment import lanes_of
 from lanewise.lanes.flat import Bucket
 from lanewise.lanes.tree import TreeSum, cover
+from lanewise.lanes.wire import Message, exchange, others
 
 
 class Reducer:
@@ -47,7 +48,7 @@ class Reducer:
         self.lanes, self.microbatches = lanes, microbatches
         self.mine = lanes_of(replica, replicas, lanes)
         nodes = [cover(r.start, r.stop, lanes) for r in (lanes_of(other, replicas, lanes) for other in range(replicas))]
-        self.sums = [_BucketSum(b, lanes, nodes, free_early) for b in buckets]
+        self.sums = [_BucketSum(i, b, lanes, nodes, free_early) for i, b in enumerate(buckets)]
         self._launched = 0
         for bucket_sum in self.sums:
             for index in bucket_sum.trainable:
@@ -101,16 +102,18 @@ class _BucketSum:
 
     def __init__(
         self,
+        index: int,
         bucket: Bucket,
         lanes: int,
         nodes: Sequence[list[tuple[int, int]]],
         free_early: bool,
     ) -> None:
-        self.bucket, self.lanes, self.copies, self.free_early = bucket, lanes, bucket.copies, free_early
+        self.index, self.bucket, self.lanes = index, bucket, lanes
+        self.copies, self.free_early = bucket.copies, free_early
         self.nodes = [replica for replica in nodes for _ in range(self.copies.parts)]  # of each copy, in rank order
         self.trainable = [i for i, place in enumerate(bucket.places) if place.parameter.requires_grad]
         self.pool: list[Tensor] = []
-        self.inbox: dict[int, Tensor] = {}
+        self.inbox: dict[tuple[int, int], Tensor] = {}  # by sender and by which of its nodes
         self.reset()
 
     def reset(self) -> None:
@@ -191,30 +194,21 @@ class _BucketSum:
     # -------------------------------------------------------------------------------------------- the exchange
 
     def launch(self) -> None:
-        """Send each copy its chunk of this one's nodes; one all-to-all for each rank of node.
-
-        A replica has few nodes, mostly one. Sending the j-th node of every copy in the j-th call needs no packing:
-        a flat buffer already lies chunk by chunk in the order of the copies.
-        """
+        """Send every other copy its chunk of this one's nodes. A replica has few nodes, mostly one."""
         self.ready = False
         if self.copies.group is None:
             return
-        chunk, me = self.bucket.chunk, self.copies.rank
-        for j in range(max(len(n) for n in self.nodes)):
-            have = [j < len(n) for n in self.nodes]
-            mine = self.tree.nodes[j].value if have[me] else self.bucket.weights.new_empty(0).float()
-            if j not in self.inbox:
-                self.inbox[j] = torch.empty(sum(have) * chunk, dtype=torch.float32, device=mine.device)
-            work = dist.all_to_all_single(
-                self.inbox[j],
-                mine,
-                output_split_sizes=[h * chunk for h in have],
-                input_split_sizes=[have[me] * chunk] * len(have),
-                group=self.copies.group,
-                async_op=True,
-            )
-            assert work is not None
-            self.works.append(work)
+        most = max(len(nodes) for nodes in self.nodes)
+        sends, receives = [], []
+        for peer in others(self.copies.rank, self.copies.size):
+            for j, node in enumerate(self.tree.nodes):
+                chunk = node.value[peer * self.bucket.chunk :][: self.bucket.chunk]
+                sends.append(Message(chunk, peer, self.index * most + j))
+            for j in range(len(self.nodes[peer])):
+                if (peer, j) not in self.inbox:
+                    self.inbox[peer, j] = self.tree.nodes[0].value.new_empty(self.bucket.chunk)
+                receives.append(Message(self.inbox[peer, j], peer, self.index * most + j))
+        self.works = exchange(sends, receives, self.copies.group)
 
     def finish(self) -> Tensor:
         if self.copies.group is None:
@@ -233,13 +227,14 @@ class _BucketSum:
         return reduced
 
     def _sum_received(self) -> Tensor:
-        """This copy's chunk of everyone's nodes, added along one tree for each part, in place in the inbox."""
-        chunks = [iter(received.split(self.bucket.chunk)) for _, received in sorted(self.inbox.items())]
+        """This copy's chunk of everyone's nodes, added along one tree for each part; in place, where the chunks lie."""
         trees = [TreeSum[Tensor](self.lanes, lambda left, right: left.add_(right)) for _ in range(self.copies.parts)]
         for copy, nodes in enumerate(self.nodes):
             for j, (start, size) in enumerate(nodes):
-                trees[copy % self.copies.parts].push(start, next(chunks[j]), size)
-        total, *others = (tree.root() for tree in trees)
-        for part in others:
+                mine = copy == self.copies.rank
+                chunk = self.tree.nodes[j].value[self.bucket.own] if mine else self.inbox[copy, j]
+                trees[copy % self.copies.parts].push(start, chunk, size)
+        total, *rest = (tree.root() for tree in trees)
+        for part in rest:
             total.add_(part)
         return total

@@ -15,8 +15,9 @@ class Display(Protocol):
     def stop(self) -> None: ...
 
 
-def make_display(kind: str, every: int, stream: TextIO = sys.stdout) -> Display:
+def make_display(kind: str, every: int) -> Display:
     """kind: 'auto' (live on a terminal, else plain), 'json' or 'none'."""
+    stream = sys.stdout
     if kind == "none":
         return Silent()
     if kind == "json":
@@ -45,13 +46,13 @@ class Lines:
 
     def step(self, record: dict[str, Any]) -> None:
         if self.as_json:
-            print(json.dumps(record), file=self.stream, flush=True)
+            _print(json.dumps(record), self.stream)
         elif record["step"] % self.every == 0 or record["step"] == self.steps or record["skipped"]:
-            print(f"step {record['step']}/{self.steps}  {_figures(record)}", file=self.stream, flush=True)
+            _print(f"step {record['step']}/{self.steps}  {_figures(record)}", self.stream)
 
     def note(self, text: str) -> None:
         # In JSON mode stdout holds records only; notes are for the person and go to stderr.
-        print(text, file=sys.stderr if self.as_json else self.stream, flush=True)
+        _print(text, sys.stderr if self.as_json else self.stream)
 
     def stop(self) -> None: ...
 
@@ -96,6 +97,11 @@ class Live:
 
     def stop(self) -> None:
         self.progress.stop()
+
+
+def _print(line: str, stream: TextIO) -> None:
+    stream.write(line + "\n")  # one call: an alarm may come from another thread
+    stream.flush()
 
 
 def _figures(record: dict[str, Any]) -> str:

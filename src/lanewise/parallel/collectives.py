@@ -9,25 +9,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lanewise.lanes.adamw import all_gather
+from lanewise.lanes import wire
 
 
 @torch.compiler.disable
 def gathered(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """The ranks' tensors of equal shape, joined along `dim` in the order of the ranks."""
     ranks = dist.get_world_size(group)
-    out = x.new_empty(ranks * x.shape[0], *x.shape[1:])
-    all_gather(out, x.contiguous(), group=group)
-    return out if dim == 0 else torch.cat(out.chunk(ranks), dim)
+    out = x.new_empty(ranks, *x.shape)
+    out[dist.get_rank(group)] = x
+    for work in wire.gather(out.view(-1), group, tag=0):
+        work.wait()
+    return torch.cat(out.unbind(), dim)
 
 
 @torch.compiler.disable
 def scattered_sum(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """The sum over the ranks, of which each gets its equal piece along `dim`."""
-    mine = torch.stack(x.chunk(dist.get_world_size(group), dim))
-    others = torch.empty_like(mine)
-    dist.all_to_all_single(others, mine, group=group)
-    return others.sum(0)
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    mine = torch.stack(x.chunk(ranks, dim))
+    theirs = torch.empty_like(mine)
+    theirs[rank] = mine[rank]
+    peers = list(wire.others(rank, ranks))
+    sends = [wire.Message(mine[peer], peer, 0) for peer in peers]
+    for work in wire.exchange(sends, [wire.Message(theirs[peer], peer, 0) for peer in peers], group):
+        work.wait()
+    return theirs.sum(0)
 
 
 class _Gather(torch.autograd.Function):
