@@ -90,7 +90,8 @@ def peer(variant: str, processes: int, precision: str) -> Step:
 
 def ours(zero: int, rank: int, processes: int, precision: str) -> Step:
     run = settings(processes, zero, precision)
-    replica = Replica(run, Mesh(World(rank, processes, torch.device("cpu"), dist.group.WORLD), Layout()))
+    world = World(rank, processes, torch.device("cpu"), dist.group.WORLD)
+    replica = Replica(run, build(run.model), Mesh(world, Layout()))
     updates = itertools.count()
 
     def step(tokens: Tensor, labels: Tensor) -> float:

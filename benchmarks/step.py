@@ -21,9 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lanewise import config
-from lanewise.elastic.world import World
 from lanewise.lanes.vote import Ballot
-from lanewise.parallel.layout import Layout
+from lanewise.models.build import build
 from lanewise.parallel.mesh import Mesh
 from lanewise.replica import Replica
 
@@ -150,7 +149,7 @@ def our_run(precision: str, compiled: bool) -> config.Run:
 
 
 def our_replica(run: config.Run) -> Replica:
-    return Replica(run, Mesh(World(0, 1, torch.device("cpu")), Layout()))
+    return Replica(run, build(run.model), Mesh.alone(torch.device("cpu")))
 
 
 def our_step(replica: Replica) -> Step:

@@ -287,6 +287,14 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Run:
     return parse(text, overrides, name=str(path))
 
 
+def load_words(words: Sequence[str]) -> Run:
+    """A run from the words of a command line: at most one run file, and overrides. Raises UserError."""
+    files = [w for w in words if "=" not in w]
+    if len(files) > 1:
+        raise UserError(f"more than one run file: {', '.join(files)} (overrides are written section.key=value)")
+    return load(files[0] if files else None, [w for w in words if "=" in w])
+
+
 def parse(text: str, overrides: Sequence[str] = (), name: str = "run file") -> Run:
     """A run from the text of a run file called `name`, and overrides. Raises UserError."""
     try:

@@ -13,20 +13,19 @@ from lanewise.lanes.flat import Bucket, Place, lay_out
 from lanewise.lanes.keys import slot_key
 from lanewise.lanes.reducer import Reducer
 from lanewise.lanes.vote import Ballot, Verdict, Voter
+from lanewise.models.base import LanguageModel
 from lanewise.models.init import initial
 from lanewise.parallel import boxes
-from lanewise.parallel.build import build_part
 from lanewise.parallel.mesh import Mesh
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Replica:
-    """Builds the part of the model that this rank's place in the mesh gives it, with its keyed initial weights."""
+    """Takes this rank's part of the model (`parallel.build`), and gives it its keyed initial weights."""
 
-    def __init__(self, run: Run, mesh: Mesh) -> None:
-        self.run, self.mesh = run, mesh
-        self.model = build_part(run, mesh)
+    def __init__(self, run: Run, model: LanguageModel, mesh: Mesh) -> None:
+        self.run, self.model, self.mesh = run, model, mesh
         table = self.model.table()
         self.parameter_names = {name for spec in table for name in (spec.name, *spec.aliases)}
         self.buckets = lay_out(

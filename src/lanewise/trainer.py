@@ -27,6 +27,7 @@ from lanewise.job import Job
 from lanewise.lanes.vote import Verdict
 from lanewise.observe.display import make_display
 from lanewise.observe.records import Events, JsonLines, cut_after, plain
+from lanewise.parallel.build import build_part
 from lanewise.parallel.layout import Layout
 from lanewise.parallel.mesh import Mesh
 from lanewise.replica import Replica
@@ -76,7 +77,7 @@ class Trainer:
         if self.run.train.epochs:
             self.steps = self.dataset.steps_per(self.run.train.epochs)
         self.mesh = Mesh(world, Layout.parse(self.run.layout.axes))
-        self.replica = Replica(self.run, self.mesh)
+        self.replica = Replica(self.run, build_part(self.run, self.mesh), self.mesh)
         self.progress = Progress()
         self.saved = -1  # step of the newest checkpoint
         self.events = Events(job.out / "events.jsonl" if self.prints else None, self.display.note)

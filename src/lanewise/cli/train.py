@@ -46,13 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace, place: environment.Place | None) -> int:
-    files = [w for w in arguments.words if "=" not in w]
-    if len(files) > 1:
-        raise UserError(f"more than one run file: {', '.join(files)} (overrides are written section.key=value)")
-    overrides = [w for w in arguments.words if "=" in w]
-    if arguments.layout is not None:
-        overrides.append(f'layout.axes="{arguments.layout}"')
-    settings = config.load(files[0] if files else None, overrides)
+    layout = [] if arguments.layout is None else [f'layout.axes="{arguments.layout}"']
+    settings = config.load_words([*arguments.words, *layout])
     if arguments.show_config:
         sys.stdout.write(config.dump(settings))
         return 0

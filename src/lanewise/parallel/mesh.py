@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from itertools import product
 
+import torch
 import torch.distributed as dist
 
 from lanewise.elastic.world import TIMEOUT, World
@@ -20,6 +21,11 @@ class Mesh:
         self.size = {"replica": layout.replicas(world.size), **layout.degrees}
         self.at = dict(zip(self.size, self._coordinates(world.rank), strict=True))
         self._groups: dict[tuple[str, ...], dist.ProcessGroup | None] = {}  # by axes and purpose
+
+    @classmethod
+    def alone(cls, device: torch.device) -> "Mesh":
+        """That of one process."""
+        return cls(World(0, 1, device), Layout())
 
     @property
     def replicas(self) -> int:

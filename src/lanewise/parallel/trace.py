@@ -18,6 +18,7 @@ from lanewise.lanes.keys import slot_key
 from lanewise.models.build import build
 from lanewise.models.init import fill
 from lanewise.models.spec import IGNORE
+from lanewise.parallel.build import build_part
 from lanewise.parallel.mesh import Mesh
 from lanewise.replica import Replica, entries
 
@@ -61,7 +62,7 @@ class MadeUp:
 
 def trace(run: Run, mesh: Mesh, data: MadeUp) -> tuple[Trace | None, Replica]:
     """STEPS steps in the layout of `mesh`; the trace on the first rank, and each rank's replica as they leave it."""
-    replica = Replica(run, mesh)
+    replica = Replica(run, build_part(run, mesh), mesh)
     found = Trace()
     for step in range(1, STEPS + 1):
         ballot = replica.compute(step, data.slot, lambda phase: None)
