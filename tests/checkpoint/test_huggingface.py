@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_runs import model_of, run_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_layers import MtpModel
 
@@ -18,6 +17,7 @@ from lanewise.checkpoint.stored import Stored
 from lanewise.checkpoint.weights_hash import weights_hash
 from lanewise.data import tokenizer
 from lanewise.generation import restore
+from tiny_runs import model_of, run_folder
 
 DENSE, DEEPSEEK = {"preset": "tiny-dense"}, {"preset": "tiny"}
 LLAMA3 = {"kind": "llama3", "factor": 8.0, "original_length": 16, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -103,16 +103,16 @@ def test_a_folder_that_transformers_wrote(name, tmp_path):
     theirs = load_and_save(name, tmp_path)
     import_folder(tmp_path / "theirs", tmp_path / "run")
     ours, run = restore(locate(tmp_path / "run"))
-    assert run.batch.sequence_length == 64
+    assert run.batch.sequence_length == theirs.config.max_position_embeddings
     torch.testing.assert_close(ours.logits(TOKENS), theirs.float()(TOKENS).logits, rtol=1e-5, atol=1e-5)
 
     export(locate(tmp_path / "run"), tmp_path / "again", torch.bfloat16)
     before, after = tensors(tmp_path / "theirs"), tensors(tmp_path / "again")
     assert before.keys() == after.keys()
-    for name, tensor in before.items():
-        wanted = torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16
-        assert after[name].dtype == wanted, name
-        assert torch.equal(after[name], tensor.to(wanted)), name
+    for key, tensor in before.items():
+        wanted = torch.float32 if key.endswith("e_score_correction_bias") else torch.bfloat16
+        assert after[key].dtype == wanted, key
+        assert torch.equal(after[key], tensor.to(wanted)), key
 
 
 def load_and_save(name: str, root: Path):
@@ -170,7 +170,7 @@ def test_prediction_ahead_is_stored_as_in_the_published_folder(runs, monkeypatch
     assert torch.equal(held["model.layers.2.embed_tokens.weight"], held["model.embed_tokens.weight"])
     assert torch.equal(held["model.layers.2.shared_head.head.weight"], held["lm_head.weight"])
     theirs = load(folder)
-    monkeypatch.setattr(type(theirs), "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2.*"])
+    monkeypatch.setattr(theirs, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2.*"])
     layer = MtpModel.from_pretrained(theirs).layers[0]
     ours, _ = restore(checkpoint)
     ahead = ours.mtp["0"]

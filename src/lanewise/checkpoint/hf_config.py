@@ -199,10 +199,11 @@ def from_hugging_face(config: dict[str, Any]) -> DenseModel | DeepSeekModel:
 
 def _architecture(config: dict[str, Any]) -> str:
     types = {architecture.model_type: name for name, architecture in ARCHITECTURES.items()}
-    names = config.get("architectures") or [types.get(str(config.get("model_type")), config.get("model_type"))]
-    if names[0] not in ARCHITECTURES:
-        raise UserError(f"architecture {names[0]!r} is not supported: {', '.join(ARCHITECTURES)} are")
-    return str(names[0])
+    names = config.get("architectures")
+    name = str(names[0] if names else types.get(str(config.get("model_type")), config.get("model_type")))
+    if name not in ARCHITECTURES:
+        raise UserError(f"architecture {name} is not supported: {', '.join(ARCHITECTURES)} are")
+    return name
 
 
 def _fill_heads(raw: dict[str, Any], config: dict[str, Any], name: str) -> None:
@@ -253,7 +254,8 @@ def _preset(raw: dict[str, Any]) -> str:
     """The name of the published model that these settings are, else of the family's small one."""
 
     def same(name: str) -> bool:
-        return load_model(raw | {"preset": name}) == load_model(raw | {"preset": name} | presets()[name])
+        published = presets()[name] | {"init_std": raw["init_std"]}  # which papers and config.json put differently
+        return load_model(raw | {"preset": name}) == load_model(raw | {"preset": name} | published)
 
     alike = (name for name, preset in presets().items() if preset["family"] == raw["family"])
     return next(filter(same, alike), raw["preset"])

@@ -7,7 +7,7 @@ under its name only when it is whole.
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -226,7 +226,7 @@ def _model_of(file: Path) -> DenseModel | DeepSeekModel:
         raise UserError(f"{file.parent}: not a Hugging Face folder: it has no config.json") from None
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{file}: cannot be read ({error}): copy it again") from None
 
 
@@ -285,10 +285,9 @@ def _save(path: Path, shards: Shards, wanted: dict[str, Place], meta: dict[str, 
             pieces.append(piece)
         state[ours] = Entry((len(parts), *box[1:]) if part.expert is not None else box, torch.float32, pieces)
 
-    def read(index: MetadataIndex) -> Tensor:
+    def read(index: MetadataIndex, out: Tensor) -> None:
         place = sources[index]
-        tensor = torch.empty(place.shape).copy_(shards.tensor(place.theirs))
-        return tensor if place.expert is None else tensor[None]
+        out.view(place.shape).copy_(shards.tensor(place.theirs))
 
     temporary = manifest.hidden_name(path)
     temporary.mkdir()
@@ -301,14 +300,19 @@ def _save(path: Path, shards: Shards, wanted: dict[str, Place], meta: dict[str, 
 
 
 class _ReadLate(SavePieces):
-    """Gets each tensor when its turn comes to be written."""
+    """Gets each tensor when its turn comes to be written: `read(index, out)` fills it.
 
-    def __init__(self, read: Any) -> None:
+    DCP keeps every tensor until its file is complete, so those of one size share memory: what has been written may go.
+    """
+
+    def __init__(self, read: Callable[[MetadataIndex, Tensor], None]) -> None:
         super().__init__()
-        self._read, self._written = read, torch.empty(0)
+        self.read = read
+        self.buffers: dict[int, Tensor] = {}
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        # DCP keeps every tensor until the file is complete: the memory of the one just written is taken from it.
-        self._written.untyped_storage().resize_(0)
-        self._written = self._read(index)
-        return self._written
+        form = self.tensors[index]
+        if form.numel() not in self.buffers:
+            self.buffers[form.numel()] = torch.empty(form.numel())
+        self.read(index, self.buffers[form.numel()])
+        return self.buffers[form.numel()].view(form.shape)
