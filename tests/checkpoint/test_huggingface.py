@@ -190,6 +190,15 @@ def test_a_folder_that_lost_its_prediction_ahead(runs, tmp_path):
     assert restore(locate(tmp_path / "run"))[1].model.mtp_layers == 0
 
 
+def test_import_where_there_is_a_gpu(runs, tmp_path, monkeypatch):
+    """There torch's writer would ask for tensors ahead of writing the last, which must not share memory then."""
+    checkpoint, folder = runs["deepseek"]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        import_folder(folder, tmp_path / "run")
+    assert hashes(locate(tmp_path / "run")) == hashes(checkpoint)
+
+
 def test_tokenizer(runs):
     """The run's own, as transformers reads it."""
     checkpoint, folder = runs["llama"]

@@ -194,8 +194,9 @@ def import_folder(source: Path, out: Path, tokens: Path | None = None) -> dict[s
     words = _tokenizer(tokens or source, model.vocab_size)
 
     with published(out) as folder:
-        _carry(source, folder)
-        if tokens is not None:
+        if tokens is None:
+            _carry(source, folder)
+        else:
             words.save(folder)
         run = _run(out, model)
         (folder / "run.toml").write_text(config.dump(run), encoding="utf-8")
