@@ -11,6 +11,8 @@ VERBS = {
     "train": "train a model: the main job",
     "eval": "loss of a checkpoint on held-out or other text",
     "generate": "continue a text with a checkpoint",
+    "export": "write a checkpoint as a Hugging Face folder",
+    "import": "make a run's folder from a Hugging Face folder",
     "inspect": "look into a run or checkpoint: step, layout, sizes, weights hash, health",
     "doctor": "is this machine fit; what is missing",
 }
