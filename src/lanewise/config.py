@@ -64,6 +64,7 @@ class ModelBase(Section):
     norm_eps: float = Field(1e-6, description="epsilon of RMSNorm", gt=0)
     init_std: float = Field(0.02, description="standard deviation of initial weights", gt=0)
     dropout: float = Field(0.0, description="probability of dropping an element of each block's output", ge=0, lt=1)
+    context: int = free(0, "longest sequence an export declares; 0 derives it from the run", ge=0)
 
 
 class DenseModel(ModelBase):

@@ -8,7 +8,6 @@ import signal
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -20,13 +19,14 @@ from lanewise.data.dataset import Dataset
 from lanewise.data.tokenizer import load
 from lanewise.elastic.status import Status
 from lanewise.elastic.world import World
-from lanewise.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, UserError
+from lanewise.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE
 from lanewise.evaluation import evaluate
 from lanewise.generation import sample
 from lanewise.job import Job
 from lanewise.lanes.vote import Verdict
 from lanewise.observe.display import make_display
 from lanewise.observe.records import Events, JsonLines, cut_after, plain
+from lanewise.origin import check_origin, what_it_holds
 from lanewise.parallel.build import build_part
 from lanewise.parallel.layout import Layout
 from lanewise.parallel.mesh import Mesh
@@ -252,11 +252,10 @@ class Trainer:
         found = self._checkpoint_to_resume()
         if found is None:
             return
-        self._check_origin(found.meta)
-        self.checkpoints.load(found, self.replica.state(share=False))
+        check_origin(found.meta, self.run, self.dataset.identity)
+        self.checkpoints.load(found, what_it_holds(found.meta, self.replica.state(share=False)))
         self.replica.loaded()
         self.progress = Progress(**found.meta["progress"])
-        self.events.step = self.progress.step
         self.saved = self.progress.step if found.path.parent == self.checkpoints.root else -1
         self.events.step = self.progress.step
         self.display.note(f"resuming after step {self.progress.step} from {found.path}")
@@ -271,15 +270,3 @@ class Trainer:
             path = locate(named)
             found = Found(path, Manifest.read(path))
         return found
-
-    def _check_origin(self, meta: dict[str, Any]) -> None:
-        """Refuse a checkpoint that was made from other settings or other data: its future would not be this run's."""
-        if meta["data"] != self.dataset.identity:
-            raise UserError(
-                f"{self.run.data.source}: the data has changed since the checkpoint was written: "
-                f"restore it, or start a new run with another --out"
-            )
-        changes = list(config.differences(config.parse(meta["run"]), self.run))
-        if changes:
-            key, old, new = changes[0]
-            raise UserError(f"the checkpoint is of another run: {key} was {old!r}, now {new!r}: put it back")
