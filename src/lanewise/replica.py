@@ -63,7 +63,7 @@ class Replica:
         slot(step, lane, k) yields a microbatch; enter(phase) is told what comes next.
         """
         batch, device = self.run.batch, self.mesh.world.device
-        ballot = Ballot(batch.lanes, device, part=0 if self.mesh.speaks else None)
+        ballot = Ballot(batch.lanes, device, self.mesh.parts, self.mesh.part)
         self.model.train()
         for lane in self.reducer.mine:
             for k in range(batch.microbatches):

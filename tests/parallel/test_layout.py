@@ -26,7 +26,10 @@ def test_what_is_no_layout_is_refused(text):
     ("axes", "workers", "model", "words"),
     [
         ("tp2", 3, {}, "3 workers do not divide into replicas of 2 ranks"),
-        ("tp5", 5, {}, "sequence_length .16. does not divide by tp"),
+        ("tp5", 5, {}, "sequence_length .16. must be a multiple of 5 .tp."),
+        ("cp4.tp4", 16, {}, "sequence_length .16. must be a multiple of 32 .twice cp, times tp."),
+        ("ep2", 2, {}, "the model has no experts"),
+        ("ep4", 4, {}, "batch.size .2. must be a multiple of 4"),
         ("tp8", 8, {}, "tp is more than model.heads"),
         ("tp4", 4, {"ffn_hidden": 3}, "tp is more than model.ffn_hidden"),
         ("tp2", 10, {}, "5 replicas but only 4 lanes"),
@@ -39,5 +42,5 @@ def test_the_broken_rule_is_named(axes, workers, model, words):
 
 def test_what_works_is_not_refused():
     for model in (DENSE, DEEPSEEK):
-        for axes, workers in [("", 1), ("", 4), ("tp2", 8), ("tp4", 4)]:
+        for axes, workers in [("", 1), ("", 4), ("tp2", 8), ("tp4", 4), ("cp2.tp2", 4)]:
             check(Layout.parse(axes), make(model), workers)

@@ -100,7 +100,7 @@ class DeepSeek(LanguageModel):
 
     def forward(self, tokens_BT: Tensor, labels_BT: Tensor, key: Tensor | None = None) -> Output:
         key = key if self.training else None
-        angles = self.rotary.angles(tokens_BT.shape[1], tokens_BT.device)
+        angles = self.rotary.angles(tokens_BT.shape[1], tokens_BT.device).at(self.seams.positions)
         hidden_BTH, routings = self.trunk(tokens_BT, angles, self._valid(labels_BT), key)
         loss = self._loss(hidden_BTH, labels_BT)
         nll = loss.detach()

@@ -1,9 +1,9 @@
 """The dense family: Llama 3 (arXiv:2407.21783), Qwen2 (arXiv:2407.10671), Qwen3 (arXiv:2505.09388)."""
 
+import torch
 from torch import Tensor, nn
 
 from lanewise.config import DenseModel
-from lanewise.models.attention import causal_attention
 from lanewise.models.base import LanguageModel
 from lanewise.models.dropout import dropout, fold
 from lanewise.models.feedforward import FeedForward
@@ -42,7 +42,8 @@ class Attention(nn.Module):
             k, v = k[:, :, self.serving], v[:, :, self.serving]
         q_BNTD = rotate(self.q_norm(q).transpose(1, 2), angles, interleaved=False)
         k_BGTD = rotate(self.k_norm(k).transpose(1, 2), angles, interleaved=False)
-        out_BTX = causal_attention(q_BNTD, k_BGTD, v.transpose(1, 2), self.scale).flatten(2)
+        k, v = self.seams.everywhere(torch.cat((k_BGTD.transpose(1, 2), v), -1)).split(self.width, dim=-1)
+        out_BTX = self.seams.attend(q_BNTD, k.transpose(1, 2), v.transpose(1, 2), self.scale).flatten(2)
         return self.seams.joined(self.o(out_BTX))
 
 
@@ -74,7 +75,7 @@ class Dense(LanguageModel):
 
     def trunk(self, tokens_BT: Tensor, key: Tensor | None) -> Tensor:
         """Last hidden states, normalised: [B, T, H]."""
-        angles = self.rotary.angles(tokens_BT.shape[1], tokens_BT.device)
+        angles = self.rotary.angles(tokens_BT.shape[1], tokens_BT.device).at(self.seams.positions)
         x_BTH = self.seams.embedded(self.seams.share(tokens_BT), self.embed.weight)
         for index, block in self.layers.items():
             x_BTH = block(x_BTH, angles, fold(key, int(index)))

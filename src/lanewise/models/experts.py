@@ -11,15 +11,19 @@ from torch import Tensor
 
 from lanewise.config import DeepSeekModel
 from lanewise.models.feedforward import swiglu
+from lanewise.models.seams import ALONE, Seams
 from lanewise.models.spec import Cut, Declared, ParamSpec
 
 
 class Experts(Declared):
     """E SwiGLU experts. Stacked, an expert that gets no token still gets a gradient: zero."""
 
+    seams: Seams = ALONE
+
     def __init__(self, config: DeepSeekModel) -> None:
         super().__init__()
         E, F, H = config.experts, config.expert_hidden, config.hidden
+        self.count = E
 
         def stack(name: str, outputs: int, inputs: int, inner: int) -> torch.nn.Parameter:
             cuts = {"ep": Cut(0, E), "tp": Cut(inner, F)}
@@ -32,10 +36,10 @@ class Experts(Declared):
         """Sum over each token's experts of weight * expert(x): [S, H]."""
         order_P = experts_SK.flatten().argsort(stable=True)  # pairs (token, choice), sorted by expert
         place_SK = order_P.argsort().view(experts_SK.shape)  # where each pair went
-        sizes = torch.bincount(experts_SK.flatten(), minlength=len(self.gate)).tolist()
-        x_PH = _Send.apply(x_SH, order_P, place_SK)
+        sizes = torch.bincount(experts_SK.flatten(), minlength=self.count).tolist()
+        x_PH, sizes, back = self.seams.dispatched(_Send.apply(x_SH, order_P, place_SK), sizes)
         inner_PF = swiglu(_Grouped.apply(x_PH, self.gate, sizes), _Grouped.apply(x_PH, self.up, sizes))
-        y_SKH = _Return.apply(_Grouped.apply(inner_PF, self.down, sizes), order_P, place_SK)
+        y_SKH = _Return.apply(back(_Grouped.apply(inner_PF, self.down, sizes)), order_P, place_SK)
         return (y_SKH * weights_SK[..., None]).sum(1).to(x_SH.dtype)
 
 

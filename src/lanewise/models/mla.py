@@ -4,7 +4,6 @@ import torch
 from torch import Tensor, nn
 
 from lanewise.config import DeepSeekModel
-from lanewise.models.attention import causal_attention
 from lanewise.models.linear import Linear
 from lanewise.models.norm import RMSNorm
 from lanewise.models.rotary import Angles, rotate
@@ -46,9 +45,11 @@ class LatentAttention(nn.Module):
 
         latent, k_turned = self.kv_down(x_BTH).split([self.rank, self.turned], dim=-1)
         latent, k_turned = whole(torch.cat((self.kv_norm(latent), k_turned), -1)).split([self.rank, self.turned], -1)
+        k_turned = rotate(k_turned[:, None], angles, interleaved=True).squeeze(1)
+        latent, k_turned = self.seams.everywhere(torch.cat((latent, k_turned), -1)).split([self.rank, self.turned], -1)
         kv_BTND = self.kv_up(latent).unflatten(-1, (-1, self.plain + self.value))
         k_plain, v_BNTC = kv_BTND.transpose(1, 2).split([self.plain, self.value], dim=-1)
-        k_turned = rotate(k_turned[:, None], angles, interleaved=True)
+        k_turned = k_turned[:, None]
         k_BNTD = torch.cat((k_plain, k_turned.expand(-1, k_plain.shape[1], -1, -1)), dim=-1)
 
-        return self.seams.joined(self.o(causal_attention(q_BNTD, k_BNTD, v_BNTC, self.scale).flatten(2)))
+        return self.seams.joined(self.o(self.seams.attend(q_BNTD, k_BNTD, v_BNTC, self.scale).flatten(2)))

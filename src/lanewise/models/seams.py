@@ -6,9 +6,12 @@ rows, some positions; all by default), and between the layers it keeps the hidde
 the ranks of a tensor-parallel group divide among them.
 """
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor
 
+from lanewise.models.attention import causal_attention
 from lanewise.models.loss import cross_entropy_sum
 
 
@@ -16,6 +19,10 @@ class Seams:
     def share(self, x_BT: Tensor) -> Tensor:
         """Of a microbatch, the rows and positions this rank works on."""
         return x_BT
+
+    def positions(self, x_TD: Tensor) -> Tensor:
+        """Of something given for each position, what the share's positions have."""
+        return x_TD
 
     def own(self, x_BT: Tensor) -> Tensor:
         """Of the share, the tokens whose hidden states this rank keeps between the layers."""
@@ -32,6 +39,19 @@ class Seams:
     def joined(self, x_BTH: Tensor) -> Tensor:
         """From partial sums over the share to the whole sums of own tokens."""
         return x_BTH
+
+    def everywhere(self, x_BTX: Tensor) -> Tensor:
+        """From the share's positions to all positions, for what every query may look at: keys and values."""
+        return x_BTX
+
+    def attend(self, q_BNTD: Tensor, k_BGTD: Tensor, v_BGTC: Tensor, scale: float) -> Tensor:
+        """Causal attention of the share's queries over keys and values of all positions: [B, T, N, C]."""
+        return causal_attention(q_BNTD, k_BGTD, v_BGTC, scale)
+
+    def dispatched(self, x_PH: Tensor, sizes: list[int]) -> tuple[Tensor, list[int], Callable[[Tensor], Tensor]]:
+        """From rows sorted by expert, `sizes[e]` for each of all experts, to the rows that this rank's experts get, how
+        many each, and the way back for what they make of them."""
+        return x_PH, sizes, lambda y_PH: y_PH
 
     def total(self, counts: Tensor) -> Tensor:
         """Integers summed over the ranks that have other tokens of the same sequences."""

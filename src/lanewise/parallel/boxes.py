@@ -8,9 +8,8 @@ from math import prod
 from lanewise.lanes.copies import Copies
 from lanewise.lanes.flat import Held
 from lanewise.models.spec import Cut, ParamSpec
+from lanewise.parallel.layout import WORK
 from lanewise.parallel.mesh import Mesh
-
-WORKING = ("fsdp", "cp", "ep", "tp")  # the axes that divide a microbatch and so its gradient
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ def held(spec: ParamSpec, mesh: Mesh) -> Held:
     """What this rank holds of the parameter, and with whom. Every rank must ask for its parameters in one order."""
     axes = cut_axes(spec, mesh.size)
     index, boxes = mesh.position(axes)
-    shared = [axis for axis in WORKING if axis not in axes]
+    shared = [axis for axis in (*WORK, "tp") if axis not in axes]
     part, parts = mesh.position(shared)
     copies = Copies(mesh.group(("replica", *shared), "exchange"), mesh.replicas, mesh.replica, parts, part)
     return Held(box(spec, mesh.size, mesh.at).offsets, index, boxes, copies)

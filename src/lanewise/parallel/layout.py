@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from lanewise.config import DenseModel, Run
@@ -10,7 +10,9 @@ from lanewise.errors import UserError
 from lanewise.lanes.assignment import lanes_of
 
 AXES = ("pp", "fsdp", "cp", "ep", "tp")  # outermost first: neighbours in the world share the innermost
-MISSING = ("pp", "fsdp", "cp", "ep")  # not in this version
+ROWS = ("fsdp", "ep")  # divide the rows of a microbatch
+WORK = ("fsdp", "cp", "ep")  # divide its tokens; the ranks of tp share theirs
+MISSING = ("pp", "fsdp")  # not in this version
 
 
 @dataclass(frozen=True)
@@ -67,25 +69,33 @@ def check(layout: Layout, run: Run, workers: int) -> None:
     for axis in MISSING:
         if layout.degrees[axis] > 1:
             raise UserError(f"layout {layout}: the axis {axis} is not in this version: leave it out")
-    for what, number, axis in _divided(layout, run):
-        if number % layout.degrees[axis]:
-            raise UserError(f"layout {layout}: {what} ({number}) does not divide by {axis}: change one of the two")
-    for what, number in _cut_by_tp(run).items():
-        if number < layout.tp:
-            raise UserError(f"layout {layout}: tp is more than {what} ({number}), of which each rank needs one")
+    stretches = (2 * layout.cp if layout.cp > 1 else 1) * layout.tp
+    if run.batch.sequence_length % stretches:
+        raise UserError(
+            f"layout {layout}: batch.sequence_length ({run.batch.sequence_length}) must be a multiple of {stretches} "
+            f"({'twice cp, times tp' if layout.cp > 1 else 'tp'})"
+        )
+    rows = math.prod(layout.degrees[axis] for axis in ROWS)
+    if run.batch.size % rows:
+        raise UserError(
+            f"layout {layout}: batch.size ({run.batch.size}) must be a multiple of {rows}, as the ranks of fsdp and ep "
+            f"divide the sequences of a microbatch"
+        )
+    if layout.ep > 1 and isinstance(run.model, DenseModel):
+        raise UserError(f"layout {layout}: the model has no experts to spread: leave ep out")
+    for axis, what, number in _dealt(run):
+        if number < layout.degrees[axis]:
+            raise UserError(f"layout {layout}: {axis} is more than {what} ({number}), of which each rank needs one")
     lanes_of(0, layout.replicas(workers), run.batch.lanes)
 
 
-def _divided(layout: Layout, run: Run) -> list[tuple[str, int, str]]:
-    return [("batch.sequence_length", run.batch.sequence_length, "tp")]
-
-
-def _cut_by_tp(run: Run) -> Mapping[str, int]:
-    """What tensor parallelism deals out, uneven if need be."""
+def _dealt(run: Run) -> Iterator[tuple[str, str, int]]:
+    """What an axis deals out to its ranks, uneven if need be."""
     model = run.model
-    found = {"model.heads": model.heads, "model.ffn_hidden": model.ffn_hidden}
+    yield "tp", "model.heads", model.heads
+    yield "tp", "model.ffn_hidden", model.ffn_hidden
     if model.vocab_size:  # 0: the tokenizer's, known once the data is there
-        found["model.vocab_size"] = model.vocab_size
+        yield "tp", "model.vocab_size", model.vocab_size
     if not isinstance(model, DenseModel):
-        found["model.expert_hidden"] = model.expert_hidden
-    return found
+        yield "tp", "model.expert_hidden", model.expert_hidden
+        yield "ep", "model.experts", model.experts

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lanewise.elastic.world import TIMEOUT, World
-from lanewise.parallel.layout import Layout
+from lanewise.parallel.layout import WORK, Layout
 
 
 class Mesh:
@@ -36,9 +36,13 @@ class Mesh:
         return self.at["replica"]
 
     @property
-    def speaks(self) -> bool:
-        """Whether this rank is the one that gives its replica's loss and counts to the others."""
-        return all(at == 0 for axis, at in self.at.items() if axis != "replica")
+    def part(self) -> int | None:
+        """The number of this rank's part of a microbatch's tokens, of `parts`; None if another rank speaks for it."""
+        return self.position(WORK)[0] if self.at["tp"] == 0 else None
+
+    @property
+    def parts(self) -> int:
+        return self.position(WORK)[1]
 
     def _coordinates(self, rank: int) -> list[int]:
         found = []
