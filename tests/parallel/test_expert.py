@@ -45,8 +45,9 @@ def layer():
     experts = Experts(load_model({"preset": "tiny", "experts": 4, "expert_hidden": 6, "hidden": 5}))
     generator = torch.Generator().manual_seed(3)
     for parameter in experts.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator)
-    return experts, torch.randn(2, 5, 5, generator=generator), torch.rand(2, 5, 2, generator=generator)
+        parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    x, weights = torch.randn(2, 5, 5, generator=generator), torch.rand(2, 5, 2, generator=generator)
+    return experts, x.double(), weights.double()
 
 
 def on_half(rank, size, load):
