@@ -1,6 +1,6 @@
 """This rank's part of a copy of the model, with all that keeps it in step: buckets, reducer, optimizer, voter."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -8,6 +8,7 @@ from torch import Tensor
 from lanewise.checkpoint.pieces import Entry, State
 from lanewise.config import Run
 from lanewise.data.dataset import Slot
+from lanewise.evaluation import losses
 from lanewise.lanes.adamw import ShardedAdamW
 from lanewise.lanes.flat import Bucket, Place, lay_out
 from lanewise.lanes.keys import slot_key
@@ -16,7 +17,9 @@ from lanewise.lanes.vote import Ballot, Verdict, Voter
 from lanewise.models.base import LanguageModel
 from lanewise.models.init import initial
 from lanewise.parallel import boxes
+from lanewise.parallel.layout import WORK
 from lanewise.parallel.mesh import Mesh
+from lanewise.parallel.pipeline import Microbatch, Pipeline
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -28,11 +31,12 @@ class Replica:
         self.run, self.model, self.mesh = run, model, mesh
         table = self.model.table()
         self.parameter_names = {name for spec in table for name in (spec.name, *spec.aliases)}
+        dtype = PRECISIONS[run.train.precision]
         self.buckets = lay_out(
             list(self.model.named_parameters()),
             table,
             lambda spec: boxes.held(spec, mesh),
-            PRECISIONS[run.train.precision],
+            dtype,
             run.layout.bucket_mb,
         )
         self.reducer = Reducer(
@@ -41,6 +45,7 @@ class Replica:
         self.optimizer = ShardedAdamW(run.optimizer, self.buckets, run.layout.zero)
         numels = {spec.name: boxes.numels(spec, mesh.size) for spec in table}
         self.voter = Voter(self.buckets, numels, mesh.world.group)
+        self.pipeline = Pipeline(model, mesh, run, self.reducer, dtype) if mesh.size["pp"] > 1 else None
         self._initialise(run.train.seed)
         if run.train.compile:
             for module in self.model.blocks():
@@ -62,24 +67,45 @@ class Replica:
 
         slot(step, lane, k) yields a microbatch; enter(phase) is told what comes next.
         """
-        batch, device = self.run.batch, self.mesh.world.device
-        ballot = Ballot(batch.lanes, device, self.mesh.parts, self.mesh.part)
+        enter("data")
+        slots = ((lane, k) for lane in self.reducer.mine for k in range(self.run.batch.microbatches))
+        microbatches = (self._microbatch(slot(step, lane, k), step, lane, k) for lane, k in slots)
+        ballot = Ballot(self.run.batch.lanes, self.mesh.world.device, self.mesh.parts, self.mesh.part)
+
+        def report(microbatch: Microbatch, nll_sum: Tensor, counts: Tensor | None) -> None:
+            ballot.add(microbatch.lane, nll_sum, microbatch.valid, counts)
+
         self.model.train()
-        for lane in self.reducer.mine:
-            for k in range(batch.microbatches):
-                enter("data")
-                data = slot(step, lane, k)
-                tokens_BT = torch.from_numpy(data.tokens_BT).to(device)
-                labels_BT = torch.from_numpy(data.labels_BT).to(device)
-                key = torch.tensor(slot_key(self.run.train.seed, step, lane, k), device=device)
-                self.reducer.begin(lane, k)
-                enter("forward")
-                output = self.model(tokens_BT, labels_BT, key)
-                enter("backward")
-                output.loss_sum.backward()
-                self.reducer.end()
-                ballot.add(lane, output.nll_sum, data.valid, output.expert_counts)
+        if self.pipeline is not None:
+            enter("forward")
+            self.pipeline.train(list(microbatches), report)
+            return ballot
+        for microbatch in microbatches:
+            self.reducer.begin(microbatch.lane, microbatch.k)
+            enter("forward")
+            output = self.model(microbatch.tokens_BT, microbatch.labels_BT, microbatch.key)
+            enter("backward")
+            output.loss_sum.backward()
+            self.reducer.end()
+            report(microbatch, output.nll_sum, output.expert_counts)
+            enter("data")
         return ballot
+
+    def losses(self, slots: Iterable[Slot]) -> Iterable[Tensor]:
+        """The summed next-token loss of each, forward only (in a pipeline: zero but in the last stage)."""
+        if self.pipeline is None:
+            return losses(self.model, slots, self.mesh.world.device)
+        found: list[Tensor] = []
+        microbatches = [self._microbatch(slot) for slot in slots]
+        self.pipeline.evaluate(microbatches, lambda microbatch, nll_sum, counts: found.append(nll_sum))
+        return found
+
+    def _microbatch(self, slot: Slot, step: int = 0, lane: int = 0, k: int = 0) -> Microbatch:
+        device = self.mesh.world.device
+        tokens_BT = torch.from_numpy(slot.tokens_BT).to(device)
+        labels_BT = torch.from_numpy(slot.labels_BT).to(device)
+        key = torch.tensor(slot_key(self.run.train.seed, step, lane, k), device=device)
+        return Microbatch(lane, k, tokens_BT, labels_BT, slot.valid, key)
 
     def commit(self, verdict: Verdict, chunks: Sequence[Tensor], lr: float, update: int) -> None:
         """Update number `update`. Gradients are sums over tokens: one division here makes them means, and clips."""
@@ -103,7 +129,7 @@ class Replica:
         for name, buffer in self.model.state_dict().items():
             if name not in self.parameter_names:
                 whole = Entry.whole(buffer)
-                mine = not share or self.mesh.world.rank == 0
+                mine = not share or (self.mesh.replica == 0 and self.mesh.position((*WORK, "tp"))[0] == 0)
                 state[f"buffer/{name}"] = whole if mine else Entry(whole.shape, whole.dtype)
         return state
 

@@ -211,7 +211,9 @@ class Trainer:
         if self.run.eval.every == 0 or batches == 0:
             return
         self.status.enter("evaluate")
-        loss, tokens = evaluate(self.replica.model, lambda i: self.dataset.held(i, size, limit), batches, self.mesh)
+        loss, tokens = evaluate(
+            self.replica.model, self.replica.losses, lambda i: self.dataset.held(i, size, limit), batches, self.mesh
+        )
         self.events.write("evaluated", loss=loss, tokens=tokens)
         self.display.note(f"step {self.progress.step}  held-out loss {loss:.4f}")
 

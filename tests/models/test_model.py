@@ -183,7 +183,7 @@ def test_prediction_ahead_by_the_paper():
             module.register_forward_hook(report)
     everything = torch.ones(3, T, dtype=torch.bool)
     angles = model.rotary.angles(T, tokens.device)
-    hidden, _ = model.trunk(tokens, angles, everything, None)
+    hidden = model.norm(model.trunk(model.embed(tokens), angles, everything, None)[0])
     loss = F.cross_entropy(model.head(hidden).flatten(0, 1), labels.flatten(), reduction="sum")
     for k, depth in enumerate(model.mtp.values(), start=1):
         n = T - k

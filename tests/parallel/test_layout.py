@@ -32,6 +32,7 @@ def test_what_is_no_layout_is_refused(text):
         ("ep4", 4, {}, "batch.size .2. must be a multiple of 4"),
         ("tp8", 8, {}, "tp is more than model.heads"),
         ("tp4", 4, {"ffn_hidden": 3}, "tp is more than model.ffn_hidden"),
+        ("pp3", 3, {}, "pp is more than model.layers .2.: each stage needs one"),
         ("tp2", 10, {}, "5 replicas but only 4 lanes"),
     ],
 )

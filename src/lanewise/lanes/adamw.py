@@ -64,14 +64,14 @@ class ShardedAdamW:
         if self.sharded:
             return list(chunks)
         full, works = [], []
-        for tag, (part, chunk) in enumerate(zip(self.parts, chunks, strict=True)):
+        for part, chunk in zip(self.parts, chunks, strict=True):
             group = part.bucket.copies.group
             if group is None:
                 full.append(chunk)
                 continue
             gradient = torch.empty(part.bucket.size, dtype=torch.float32, device=chunk.device)
             gradient[part.bucket.own] = chunk
-            works += gather(gradient, group, tag)
+            works += gather(gradient, group, part.bucket.number)
             full.append(gradient)
         for work in works:
             work.wait()
@@ -81,7 +81,7 @@ class ShardedAdamW:
         """Update number `update` (from 0) with gradients chunks / divisor; then every copy's weights are new."""
         works: list[dist.Work] = []
         scale = torch.tensor(divisor, dtype=torch.float32, device=chunks[0].device)
-        for tag, (part, gradient) in enumerate(zip(self.parts, self._gradients(chunks), strict=True)):
+        for part, gradient in zip(self.parts, self._gradients(chunks), strict=True):
             for decay, a, b in self._segments(part):
                 adamw(
                     [part.master[a:b]],
@@ -101,7 +101,7 @@ class ShardedAdamW:
                     grad_scale=scale,
                     found_inf=None,
                 )
-            works += self._publish(part, tag)
+            works += self._publish(part)
         for work in works:
             work.wait()
 
@@ -116,14 +116,14 @@ class ShardedAdamW:
             if decay is not None:
                 yield decay, start, end
 
-    def _publish(self, part: Part, tag: int) -> list[dist.Work]:
+    def _publish(self, part: Part) -> list[dist.Work]:
         weights = part.bucket.weights[part.start : part.stop]
         if weights.dtype != torch.float32:
             weights.copy_(part.master)
         group = part.bucket.copies.group
-        return gather(part.bucket.weights, group, tag) if self.sharded and group is not None else []
+        return gather(part.bucket.weights, group, part.bucket.number) if self.sharded and group is not None else []
 
     def publish(self) -> None:
         """Bring the model's weights up to date with the masters, on every copy."""
-        for work in [work for tag, part in enumerate(self.parts) for work in self._publish(part, tag)]:
+        for work in [work for part in self.parts for work in self._publish(part)]:
             work.wait()

@@ -9,7 +9,9 @@ vectors. Every parameter starts at a multiple of `block` elements and every chun
 Where a parameter lies in a bucket depends on the model and `layout.bucket_mb`, not on the number of replicas.
 """
 
+import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -62,10 +64,11 @@ class Bucket:
     """One flat vector of weights, its parameters' places in it, and this rank's chunk of it.
 
     weights: [size] in the compute dtype, size = copies * chunk; the parameters become views of it.
+    number: among the buckets of the same copies, on all of which it is the same: it tags their messages.
     """
 
-    def __init__(self, places: Sequence[Place], dtype: torch.dtype, block: int) -> None:
-        self.places = places
+    def __init__(self, places: Sequence[Place], number: int, dtype: torch.dtype, block: int) -> None:
+        self.places, self.number = places, number
         self.block = block
         self.copies = copies = places[0].held.copies
         self.used = _round_up(places[-1].stop, block)
@@ -114,7 +117,8 @@ def lay_out(
         filling[here.copies] = places, size
         if size >= most:
             del filling[here.copies]
-    return [Bucket(places, dtype, block) for places in buckets]
+    numbers: dict[Copies, Iterator[int]] = defaultdict(itertools.count)
+    return [Bucket(places, next(numbers[places[0].held.copies]), dtype, block) for places in buckets]
 
 
 def _round_up(n: int, multiple: int) -> int:

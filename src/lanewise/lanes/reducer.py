@@ -48,7 +48,7 @@ class Reducer:
         self.lanes, self.microbatches = lanes, microbatches
         self.mine = lanes_of(replica, replicas, lanes)
         nodes = [cover(r.start, r.stop, lanes) for r in (lanes_of(other, replicas, lanes) for other in range(replicas))]
-        self.sums = [_BucketSum(i, b, lanes, nodes, free_early) for i, b in enumerate(buckets)]
+        self.sums = [_BucketSum(bucket, lanes, nodes, free_early) for bucket in buckets]
         self._launched = 0
         for bucket_sum in self.sums:
             for index in bucket_sum.trainable:
@@ -102,13 +102,12 @@ class _BucketSum:
 
     def __init__(
         self,
-        index: int,
         bucket: Bucket,
         lanes: int,
         nodes: Sequence[list[tuple[int, int]]],
         free_early: bool,
     ) -> None:
-        self.index, self.bucket, self.lanes = index, bucket, lanes
+        self.bucket, self.lanes = bucket, lanes
         self.copies, self.free_early = bucket.copies, free_early
         self.nodes = [replica for replica in nodes for _ in range(self.copies.parts)]  # of each copy, in rank order
         self.trainable = [i for i, place in enumerate(bucket.places) if place.parameter.requires_grad]
@@ -203,11 +202,11 @@ class _BucketSum:
         for peer in others(self.copies.rank, self.copies.size):
             for j, node in enumerate(self.tree.nodes):
                 chunk = node.value[peer * self.bucket.chunk :][: self.bucket.chunk]
-                sends.append(Message(chunk, peer, self.index * most + j))
+                sends.append(Message(chunk, peer, self.bucket.number * most + j))
             for j in range(len(self.nodes[peer])):
                 if (peer, j) not in self.inbox:
                     self.inbox[peer, j] = self.tree.nodes[0].value.new_empty(self.bucket.chunk)
-                receives.append(Message(self.inbox[peer, j], peer, self.index * most + j))
+                receives.append(Message(self.inbox[peer, j], peer, self.bucket.number * most + j))
         self.works = exchange(sends, receives, self.copies.group)
 
     def finish(self) -> Tensor:

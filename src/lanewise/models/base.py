@@ -1,6 +1,6 @@
 """What every language model here shares: its ends, its table, and the calls the rest of the project makes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
@@ -8,7 +8,7 @@ from lanewise.config import DeepSeekModel, DenseModel
 from lanewise.models.linear import Embedding, Linear, TiedHead
 from lanewise.models.norm import RMSNorm
 from lanewise.models.seams import ALONE, Seams
-from lanewise.models.spec import Cut, Output, ParamSpec, table
+from lanewise.models.spec import Cut, Output, ParamSpec, Passed, table
 
 
 class LanguageModel(nn.Module):
@@ -16,6 +16,9 @@ class LanguageModel(nn.Module):
     only some of them keeps every parameter's name."""
 
     seams: Seams = ALONE
+    # Where the model is a part of a whole one: does it hold the first and the last layer, and the whole one's table.
+    starts = ends = True
+    whole: tuple[ParamSpec, ...] | None = None
 
     def __init__(self, config: DenseModel | DeepSeekModel) -> None:
         super().__init__()
@@ -35,7 +38,21 @@ class LanguageModel(nn.Module):
     def forward(self, tokens_BT: Tensor, labels_BT: Tensor, key: Tensor | None = None) -> Output:
         """One microbatch. labels[i] is the token after tokens[i], -100 where nothing is predicted. key: int64 scalar
         that keys dropout; without it, and in eval mode, there is none."""
+        output = self.part((), tokens_BT, labels_BT, key)
+        assert isinstance(output, Output), "the last layers are not here"
+        return output
+
+    def part(
+        self, states: Sequence[Tensor], tokens_BT: Tensor, labels_BT: Tensor, key: Tensor | None
+    ) -> Output | Passed:
+        """The forward of the layers that are here, from the `states` that the part before passed (none: the first).
+        Tokens, labels and key are the microbatch's, as in `forward`, for every part."""
         raise NotImplementedError
+
+    @property
+    def handed_on(self) -> int:
+        """How many states, [B, T, H] of own tokens each, one part passes to the next."""
+        return 1
 
     def logits(self, tokens_BT: Tensor) -> Tensor:
         """Next-token logits [B, T, V]."""
@@ -46,8 +63,8 @@ class LanguageModel(nn.Module):
         return iter(self.layers.values())
 
     def table(self) -> tuple[ParamSpec, ...]:
-        """Every parameter, sorted by name, in agreement with `named_parameters()`."""
-        return table(self)
+        """Every parameter of the whole model, sorted by name, in agreement with its `named_parameters()`."""
+        return table(self) if self.whole is None else self.whole
 
     def balance(self, counts_LE: Tensor) -> None:
         """After a step: move the experts' choice biases by the step's global `expert_counts`. Dense: nothing to do."""

@@ -1,6 +1,7 @@
 """DeepSeek-V3 (arXiv:2412.19437): latent attention, experts, and prediction of several tokens ahead."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -11,12 +12,13 @@ from lanewise.models.base import LanguageModel
 from lanewise.models.dropout import dropout, fold
 from lanewise.models.feedforward import FeedForward
 from lanewise.models.linear import Linear
+from lanewise.models.loss import carry
 from lanewise.models.mla import LatentAttention
 from lanewise.models.moe import MoE, Routing
 from lanewise.models.norm import RMSNorm
 from lanewise.models.rotary import Angles, Rotary
 from lanewise.models.seams import ALONE, Seams
-from lanewise.models.spec import IGNORE, Output
+from lanewise.models.spec import IGNORE, Output, Passed
 
 
 class Block(nn.Module):
@@ -81,54 +83,62 @@ class DeepSeek(LanguageModel):
         self.mtp = nn.ModuleDict()
         for depth in range(config.mtp_layers):
             self.mtp[str(depth)] = Ahead(config, config.layers + depth, self.rotary.softmax_factor)
+        routed = [index for index, block in self._numbered() if isinstance(block.ffn, MoE)]
+        self.rows = {index: row for row, index in enumerate(routed)}  # of the counts, by layer
 
     def blocks(self) -> Iterator[nn.Module]:
-        yield from super().blocks()
-        for depth in self.mtp.values():
-            assert isinstance(depth, Ahead)
-            yield depth.block
+        return (block for _, block in self._numbered())
+
+    @property
+    def handed_on(self) -> int:
+        return 1 + self.config.mtp_layers
 
     def trunk(
-        self, tokens_BT: Tensor, angles: Angles, valid_BT: Tensor, key: Tensor | None
-    ) -> tuple[Tensor, list[Routing | None]]:
-        """Last hidden states, normalised, and what each layer reports."""
-        x_BTH, routings = self._embedded(tokens_BT), []
+        self, x_BTH: Tensor, angles: Angles, valid_BT: Tensor, key: Tensor | None
+    ) -> tuple[Tensor, dict[int, Routing]]:
+        """Hidden states after the last layer that is here, and what those with experts report, by layer."""
+        reports = {}
         for index, block in self.layers.items():
             x_BTH, routing = block(x_BTH, angles, valid_BT, fold(key, int(index)))
-            routings.append(routing)
-        return self.norm(x_BTH), routings
+            if routing is not None:
+                reports[int(index)] = routing
+        return x_BTH, reports
 
-    def forward(self, tokens_BT: Tensor, labels_BT: Tensor, key: Tensor | None = None) -> Output:
+    def part(
+        self, states: Sequence[Tensor], tokens_BT: Tensor, labels_BT: Tensor, key: Tensor | None
+    ) -> Output | Passed:
         key = key if self.training else None
         angles = self.rotary.angles(tokens_BT.shape[1], tokens_BT.device).at(self.seams.positions)
-        hidden_BTH, routings = self.trunk(tokens_BT, angles, self._valid(labels_BT), key)
+        x_BTH, *following = states or self._embeddings(tokens_BT)
+        x_BTH, reports = self.trunk(x_BTH, angles, self._valid(labels_BT), key)
+        if not self.ends:
+            for report in reports.values():
+                x_BTH = carry(x_BTH, report.balance_sum * self.config.balance_loss)
+            return Passed((x_BTH, *following), self._counts(reports, x_BTH.device))
+
+        hidden_BTH = self.norm(x_BTH)
         loss = self._loss(hidden_BTH, labels_BT)
         nll = loss.detach()
-
-        for index, depth in self.mtp.items():
-            # Every depth looks one token further. Shapes stay: what is shifted in predicts nothing, and causality
-            # hides it from the rest. An ignored label is not looked across: a document may end there.
-            tokens_BT = F.pad(tokens_BT[:, 1:], (0, 1))
+        for (depth, ahead), next_BTH in zip(self.mtp.items(), following, strict=True):
+            # Every depth looks one token further. An ignored label is not looked across: a document may end there.
             labels_BT = F.pad(labels_BT[:, 1:], (0, 1), value=IGNORE).masked_fill(labels_BT == IGNORE, IGNORE)
-            hidden_BTH, routing = depth(
-                hidden_BTH,
-                self._embedded(tokens_BT),
-                angles,
-                self._valid(labels_BT),
-                fold(key, self.config.layers + int(index)),
-            )
+            index = self.config.layers + int(depth)
+            hidden_BTH, routing = ahead(hidden_BTH, next_BTH, angles, self._valid(labels_BT), fold(key, index))
             loss = loss + self._loss(hidden_BTH, labels_BT) * (self.config.mtp_weight / self.config.mtp_layers)
-            routings.append(routing)
-
-        reports = [r for r in routings if r is not None]
-        for report in reports:
+            if routing is not None:
+                reports[index] = routing
+        for report in reports.values():
             loss = loss + report.balance_sum * self.config.balance_loss
-        counts_LE = [r.counts_E for r in reports]
-        return Output(loss, nll, torch.stack(counts_LE) if reports else labels_BT.new_zeros(0, self.config.experts))
+        return Output(loss, nll, self._counts(reports, x_BTH.device))
 
-    def _embedded(self, tokens_BT: Tensor) -> Tensor:
-        """From a microbatch's tokens to own tokens' embeddings."""
-        return self.seams.embedded(self.seams.share(tokens_BT), self.embed.weight)
+    def _embeddings(self, tokens_BT: Tensor) -> list[Tensor]:
+        """Own tokens' embeddings, and for each depth of prediction ahead those of the tokens so much later.
+
+        Shapes stay: what is shifted in predicts nothing, and causality hides it from the rest. They are looked up here,
+        at the start, and handed on, so that the embedding is in one place also where the model is in several.
+        """
+        shifted = [F.pad(tokens_BT[:, depth:], (0, depth)) for depth in range(self.handed_on)]
+        return [self.seams.embedded(self.seams.share(tokens), self.embed.weight) for tokens in shifted]
 
     def _valid(self, labels_BT: Tensor) -> Tensor:
         return self.seams.own(self.seams.share(labels_BT)) != IGNORE
@@ -136,13 +146,28 @@ class DeepSeek(LanguageModel):
     def _loss(self, hidden_BTH: Tensor, labels_BT: Tensor) -> Tensor:
         return self.seams.loss(hidden_BTH, self.head.weight, self.seams.share(labels_BT))
 
+    def _counts(self, reports: dict[int, Routing], device: torch.device) -> Tensor:
+        """[L, E]: a row for each layer with experts of the whole model."""
+        counts_LE = torch.zeros(len(self.rows), self.config.experts, dtype=torch.int64, device=device)
+        for index, report in reports.items():
+            counts_LE[self.rows[index]] = report.counts_E
+        return counts_LE
+
     def logits(self, tokens_BT: Tensor) -> Tensor:
         angles = self.rotary.angles(tokens_BT.shape[1], tokens_BT.device)
-        hidden_BTH, _ = self.trunk(tokens_BT, angles, torch.ones_like(tokens_BT, dtype=torch.bool), None)
-        logits_BTV: Tensor = self.head(hidden_BTH)
+        x_BTH = self._embeddings(tokens_BT)[0]
+        x_BTH, _ = self.trunk(x_BTH, angles, torch.ones_like(tokens_BT, dtype=torch.bool), None)
+        logits_BTV: Tensor = self.head(self.norm(x_BTH))
         return logits_BTV
 
     def balance(self, counts_LE: Tensor) -> None:
-        moe = [module for module in self.modules() if isinstance(module, MoE)]
-        for layer, counts_E in zip(moe, counts_LE, strict=True):
-            layer.router.balance(counts_E, self.config.bias_speed)
+        for index, block in self._numbered():
+            if isinstance(block.ffn, MoE):
+                block.ffn.router.balance(counts_LE[self.rows[index]], self.config.bias_speed)
+
+    def _numbered(self) -> Iterator[tuple[int, Block]]:
+        """The blocks that are here, with their number in the whole model."""
+        for index, block in self.layers.items():
+            yield int(index), cast(Block, block)
+        for depth, ahead in self.mtp.items():
+            yield self.config.layers + int(depth), cast(Ahead, ahead).block

@@ -1,5 +1,7 @@
 """The dense family: Llama 3 (arXiv:2407.21783), Qwen2 (arXiv:2407.10671), Qwen3 (arXiv:2505.09388)."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -11,7 +13,7 @@ from lanewise.models.linear import Linear
 from lanewise.models.norm import RMSNorm
 from lanewise.models.rotary import Angles, Rotary, rotate
 from lanewise.models.seams import ALONE, Seams
-from lanewise.models.spec import Cut, Output
+from lanewise.models.spec import Cut, Output, Passed
 
 
 class Attention(nn.Module):
@@ -73,20 +75,23 @@ class Dense(LanguageModel):
         for index in range(config.layers):
             self.layers[str(index)] = Block(config, self.rotary.softmax_factor)
 
-    def trunk(self, tokens_BT: Tensor, key: Tensor | None) -> Tensor:
-        """Last hidden states, normalised: [B, T, H]."""
+    def trunk(self, states: Sequence[Tensor], tokens_BT: Tensor, key: Tensor | None) -> Tensor:
+        """Hidden states after the last layer that is here: [B, T, H]."""
         angles = self.rotary.angles(tokens_BT.shape[1], tokens_BT.device).at(self.seams.positions)
-        x_BTH = self.seams.embedded(self.seams.share(tokens_BT), self.embed.weight)
+        (x_BTH,) = states or [self.seams.embedded(self.seams.share(tokens_BT), self.embed.weight)]
         for index, block in self.layers.items():
             x_BTH = block(x_BTH, angles, fold(key, int(index)))
-        hidden_BTH: Tensor = self.norm(x_BTH)
-        return hidden_BTH
+        return x_BTH
 
-    def forward(self, tokens_BT: Tensor, labels_BT: Tensor, key: Tensor | None = None) -> Output:
-        hidden_BTH = self.trunk(tokens_BT, key if self.training else None)
-        nll = self.seams.loss(hidden_BTH, self.head.weight, self.seams.share(labels_BT))
+    def part(
+        self, states: Sequence[Tensor], tokens_BT: Tensor, labels_BT: Tensor, key: Tensor | None
+    ) -> Output | Passed:
+        x_BTH = self.trunk(states, tokens_BT, key if self.training else None)
+        if not self.ends:
+            return Passed((x_BTH,), None)
+        nll = self.seams.loss(self.norm(x_BTH), self.head.weight, self.seams.share(labels_BT))
         return Output(nll, nll.detach(), None)
 
     def logits(self, tokens_BT: Tensor) -> Tensor:
-        logits_BTV: Tensor = self.head(self.trunk(tokens_BT, None))
+        logits_BTV: Tensor = self.head(self.norm(self.trunk((), tokens_BT, None)))
         return logits_BTV

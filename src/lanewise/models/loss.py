@@ -48,6 +48,23 @@ class _CrossEntropySum(torch.autograd.Function):
         return dx_SH, dw_VH, None
 
 
+class _Carry(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(torch.ones_like(loss))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        return g, ctx.saved_tensors[0]
+
+
+def carry(x: Tensor, loss: Tensor) -> Tensor:
+    """x, whose backward differentiates `loss` as well: for a loss that is known before the last part of the model."""
+    y: Tensor = _Carry.apply(x, loss)
+    return y
+
+
 def cross_entropy_sum(x_BTH: Tensor, weight_VH: Tensor, labels_BT: Tensor) -> Tensor:
     """Sum over valid labels of -log softmax(x weight^T)[label], in nats: an fp32 scalar, 0 if none is valid.
 

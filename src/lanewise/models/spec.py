@@ -57,6 +57,14 @@ class Output(NamedTuple):
     expert_counts: Tensor | None
 
 
+class Passed(NamedTuple):
+    """What a part of the model that is not the last hands on: states to the next part, and, as in `Output`, its own
+    layers' rows of `expert_counts` (zeros in the others)."""
+
+    states: tuple[Tensor, ...]
+    expert_counts: Tensor | None
+
+
 class Declared(nn.Module):
     """A module that owns parameters: each is created and described by the same call, so the two cannot disagree."""
 

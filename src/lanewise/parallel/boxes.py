@@ -49,10 +49,12 @@ def numels(spec: ParamSpec, size: Mapping[str, int]) -> list[int]:
 
 
 def held(spec: ParamSpec, mesh: Mesh) -> Held:
-    """What this rank holds of the parameter, and with whom. Every rank must ask for its parameters in one order."""
+    """What this rank holds of the parameter, and with whom."""
     axes = cut_axes(spec, mesh.size)
     index, boxes = mesh.position(axes)
     shared = [axis for axis in (*WORK, "tp") if axis not in axes]
+    if spec.aliases:  # tied: the first and the last stage have one each
+        shared.append("ends")
     part, parts = mesh.position(shared)
     copies = Copies(mesh.group(("replica", *shared), "exchange"), mesh.replicas, mesh.replica, parts, part)
     return Held(box(spec, mesh.size, mesh.at).offsets, index, boxes, copies)

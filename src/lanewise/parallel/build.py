@@ -5,10 +5,13 @@ import torch
 from lanewise.config import Run
 from lanewise.models.base import LanguageModel
 from lanewise.models.build import build
+from lanewise.models.deepseek import DeepSeek
 from lanewise.models.dense import Attention
+from lanewise.models.linear import TiedHead
 from lanewise.parallel.boxes import box, cut_axes
 from lanewise.parallel.mesh import Mesh
 from lanewise.parallel.spread import Spread
+from lanewise.parallel.stages import stages
 
 
 def build_part(run: Run, mesh: Mesh) -> LanguageModel:
@@ -18,6 +21,8 @@ def build_part(run: Run, mesh: Mesh) -> LanguageModel:
     """
     with torch.device("meta"):
         model = build(run.model)
+    if mesh.size["pp"] > 1:
+        _keep_stage(model, mesh, stages(run.model, mesh.size["pp"])[mesh.at["pp"]])
     _cut_parameters(model, mesh)
     model.to_empty(device=mesh.world.device)
     for buffer in model.buffers():
@@ -30,8 +35,26 @@ def build_part(run: Run, mesh: Mesh) -> LanguageModel:
     return model
 
 
+def _keep_stage(model: LanguageModel, mesh: Mesh, layers: range) -> None:
+    """Drop the layers of other stages. Tied embeddings stay at both ends."""
+    model.whole = model.table()
+    model.starts, model.ends = mesh.at["pp"] == 0, mesh.at["pp"] == mesh.size["pp"] - 1
+    tied = isinstance(model.head, TiedHead)
+    for index in [index for index in model.layers if int(index) not in layers]:
+        del model.layers[index]
+    if not model.starts and not (tied and model.ends):
+        del model.embed
+    if not model.ends:
+        del model.norm, model.head
+        if isinstance(model, DeepSeek):
+            model.mtp.clear()
+
+
 def _cut_parameters(model: LanguageModel, mesh: Mesh) -> None:
+    here = {name for name, _ in model.named_parameters()}
     for spec in model.table():
+        if spec.name not in here:
+            continue
         path, _, name = spec.name.rpartition(".")
         module = model.get_submodule(path)
         if cut_axes(spec, mesh.size):

@@ -12,7 +12,7 @@ from lanewise.lanes.assignment import lanes_of
 AXES = ("pp", "fsdp", "cp", "ep", "tp")  # outermost first: neighbours in the world share the innermost
 ROWS = ("fsdp", "ep")  # divide the rows of a microbatch
 WORK = ("fsdp", "cp", "ep")  # divide its tokens; the ranks of tp share theirs
-MISSING = ("pp", "fsdp")  # not in this version
+MISSING = ("fsdp",)  # not in this version
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,8 @@ def check(layout: Layout, run: Run, workers: int) -> None:
         )
     if layout.ep > 1 and isinstance(run.model, DenseModel):
         raise UserError(f"layout {layout}: the model has no experts to spread: leave ep out")
+    if layout.pp > run.model.layers:
+        raise UserError(f"layout {layout}: pp is more than model.layers ({run.model.layers}): each stage needs one")
     for axis, what, number in _dealt(run):
         if number < layout.degrees[axis]:
             raise UserError(f"layout {layout}: {axis} is more than {what} ({number}), of which each rank needs one")

@@ -76,7 +76,7 @@ def trace(run: Run, mesh: Mesh, data: MadeUp) -> tuple[Trace | None, Replica]:
             found.gradients = assembled(held, mesh)
         replica.commit(verdict, chunks, run.optimizer.lr, step - 1)
     found.weights = assembled(replica.state(share=True).items(), mesh)
-    found.held_out, _ = evaluate(replica.model, data.held, 3, mesh)
+    found.held_out, _ = evaluate(replica.model, replica.losses, data.held, 3, mesh)
     return (found if mesh.world.rank == 0 else None), replica
 
 
