@@ -86,18 +86,17 @@ def tensors(path: Path, prefix: str) -> dict[str, torch.Tensor]:
     return dict(Stored(locate(path)).tensors(prefix))
 
 
+def hashes(path: Path) -> dict[str, Any]:
+    """Of what the newest checkpoint holds: weights, the optimizer's moments, the experts' biases."""
+    stored = Stored(locate(path))
+    kinds = ("model/", "exp_avg/", "exp_avg_sq/", "buffer/")
+    return {"step": stored.manifest.step, **{kind: weights_hash(stored.tensors(kind)) for kind in kinds}}
+
+
 def bits(out: Path) -> dict[str, Any]:
-    """Everything that must not depend on the layout, to the last bit: what each step printed and read, and hashes of
-    the weights, the optimizer's moments and the experts' biases."""
+    """Everything that must not depend on the layout, to the last bit: what each step printed and read, and `hashes`."""
     timed = ("time", "tokens_per_s")
     metrics = [{k: v for k, v in r.items() if k not in timed and not k.endswith("_s")} for r in records(out)]
     assert [r["step"] for r in metrics] == list(range(1, len(metrics) + 1)), "one line a step, in order"
     samples = records(out, "samples") if (out / "samples.jsonl").exists() else None
-    stored = Stored(locate(out))
-    kinds = ("model/", "exp_avg/", "exp_avg_sq/", "buffer/")
-    return {
-        "metrics": metrics,
-        "samples": samples,
-        "step": stored.manifest.step,
-        **{kind: weights_hash(stored.tensors(kind)) for kind in kinds},
-    }
+    return {"metrics": metrics, "samples": samples, **hashes(out)}

@@ -24,7 +24,6 @@ from system import (
     records,
     sentences,
     settings,
-    tensors,
     train,
     train_with,
     write_documents,
@@ -66,7 +65,7 @@ def test_C1_C2_C3_stop_and_go_on(tmp_path: Path, uninterrupted: Any, legs: list[
     make, whole = uninterrupted
     for until, workers, zero in legs:
         assert train(make(f"layout.zero={zero}"), tmp_path / "out", workers, until=until) == 0
-        assert records(tmp_path / "out")[-1]["step"] == until or whole["step"]
+        assert records(tmp_path / "out")[-1]["step"] == (until or whole["step"])
     assert bits(tmp_path / "out") == whole
     assert train(make(), tmp_path / "out") == 0, "a finished run has nothing to do"
     assert bits(tmp_path / "out") == whole
@@ -135,11 +134,7 @@ def test_a_named_checkpoint_starts_a_new_folder(tmp_path: Path, uninterrupted: A
     steps = records(tmp_path / "new")
     assert [line["step"] for line in steps] == [3, 4, 5, 6]
     assert [line["loss"] for line in steps] == [line["loss"] for line in whole["metrics"][2:]]
-    shutil.rmtree(tmp_path / "new" / "checkpoints" / "step-00000004")
-    (tmp_path / "new" / "metrics.jsonl").write_text("")
-    found = {kind: tensors(tmp_path / "new", kind) for kind in ("model/", "buffer/")}
-    assert train(make(), tmp_path / "again") == 0
-    assert all(torch.equal(found[k][n], t) for k in found for n, t in tensors(tmp_path / "again", k).items())
+    assert hashes(tmp_path / "new").items() <= whole.items()
 
 
 def test_a_changed_run_file_is_refused_and_names_the_key(
