@@ -21,6 +21,7 @@ from system import (
     DEEPSEEK,
     DENSE,
     bits,
+    hashes,
     records,
     sentences,
     settings,
