@@ -3,7 +3,6 @@
 Before the commit nothing has changed, after it everything has, on every replica.
 """
 
-import shlex
 import signal
 import time
 from dataclasses import asdict, dataclass
@@ -249,7 +248,7 @@ class Trainer:
         rule = "-" * 24
         self.display.note(f"{rule} a sample (prompt: {prompt!r}) {rule}\n{prompt}{text}\n{rule * 2}")
         self.display.note(f"look into the run:   lanewise inspect {out}")
-        self.display.note(f"continue a text:     lanewise generate {out} --prompt {shlex.quote(prompt)}")
+        self.display.note(f"continue a text:     lanewise generate {out} --prompt 'how it begins'")
         self.display.note("train on your own:   lanewise train data.source=FOLDER_OR_FILE --out runs/mine")
 
     # --------------------------------------------------------------------------------------------- stop and resume
