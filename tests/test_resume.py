@@ -9,14 +9,26 @@ from typing import Any
 import pytest
 import torch
 
-from faulty_worker import at, killed, launcher_terminated, launcher_terminated_twice, terminated, train_with
+from faulty_worker import at, killed, launcher_terminated, launcher_terminated_twice, terminated
 from lanewise import config
 from lanewise.checkpoint.pieces import Entry
 from lanewise.checkpoint.store import Checkpoints
 from lanewise.errors import UserError
 from lanewise.models.build import build
 from lanewise.replica import Replica
-from system import BASE, DEEPSEEK, DENSE, bits, records, sentences, settings, tensors, train, write_documents
+from system import (
+    BASE,
+    DEEPSEEK,
+    DENSE,
+    bits,
+    records,
+    sentences,
+    settings,
+    tensors,
+    train,
+    train_with,
+    write_documents,
+)
 
 EPOCHS = ["data.pack=document", "data.record_samples=true", "model.dropout=0.1", "train.epochs=2", "eval.every=3"]
 
@@ -25,17 +37,16 @@ EPOCHS = ["data.pack=document", "data.record_samples=true", "model.dropout=0.1",
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Callable[..., config.Run], dict[str, Any]]:
     """(how to make its settings, its bits): two epochs of a DeepSeek model with dropout, the last step part padding."""
     folder = tmp_path_factory.mktemp("run")
-    source = write_documents(folder / "text.jsonl", sentences(16))
+    source = write_documents(folder / "text.jsonl", sentences(10))
 
     def make(*overrides: str) -> config.Run:
         return settings(folder, source, *DEEPSEEK, *EPOCHS, *overrides)
 
     assert train(make(), folder / "out") == 0
     whole = bits(folder / "out")
-    windows = {slot_sample for slot in whole["samples"] for slot_sample in slot["samples"]}
-    epoch_ends = sum(sample.startswith("e0:") for sample in windows) / 8
-    assert whole["step"] == 6
-    assert 2 < epoch_ends < 4, "the first epoch ends between the stops below"
+    first_epoch = [slot for slot in whole["samples"] for sample in slot["samples"] if sample.startswith("e0:")]
+    assert (whole["step"], first_epoch[-1]["step"]) == (6, 3), "the epochs meet within the run"
+    assert whole["samples"][-1]["samples"] == []
     return make, whole
 
 
@@ -193,7 +204,7 @@ def test_C11_C12_frozen_and_idle_parameters_are_kept_and_loading_moves_nothing(t
     expected = {name: whole(entry).clone() for name, entry in source.state(share=True).items()}
     start = {name: whole(entry).clone() for name, entry in frozen_replica().state(share=True).items()}
     same = [n for n, t in expected.items() if n.startswith("model/") and torch.equal(t, start[n])]
-    assert same == ["model/layers.0.ffn.up.weight", "model/norm.weight"], "the frozen one, and an undecayed idle one"
+    assert set(same) == {"model/layers.0.ffn.up.weight", "model/norm.weight"}, "the frozen one and the idle one"
 
     def checkpoints() -> Checkpoints:
         return Checkpoints(tmp_path, keep=1, background=False, group=None, alarm=lambda *a: pytest.fail(str(a)))

@@ -17,7 +17,7 @@ from lanewise.checkpoint.manifest import Manifest, folder_of
 from lanewise.checkpoint.store import Checkpoints, Found
 from lanewise.data.dataset import Dataset
 from lanewise.data.tokenizer import load
-from lanewise.elastic.status import Status
+from lanewise.elastic.status import Board, Status
 from lanewise.elastic.world import World
 from lanewise.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE
 from lanewise.evaluation import evaluate
@@ -34,21 +34,25 @@ from lanewise.schedule import learning_rate
 
 
 class StopRequest:
-    """Set by any of the given signals; the run then finishes its step and stops.
+    """Asked by any of the given signals, or by the launcher; the run then finishes its step and stops.
 
     A second Ctrl-C kills. A second SIGTERM does not: whoever stops a whole group of processes may well send each of
     them two, one directly and one through its launcher.
     """
 
-    def __init__(self, *signals: signal.Signals) -> None:
-        self.asked = False
+    def __init__(self, *signals: signal.Signals, board: Board | None = None) -> None:
+        self.signalled, self.board = False, board
         for number in signals:
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, _frame: object) -> None:
-        self.asked = True
+        self.signalled = True
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
+
+    @property
+    def asked(self) -> bool:
+        return self.signalled or (self.board is not None and self.board.stop_asked)
 
 
 @dataclass
