@@ -28,10 +28,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lanewise import config
 from lanewise.elastic.launcher import listening_socket
-from lanewise.elastic.world import local_store
+from lanewise.elastic.world import World, local_store
 from lanewise.lanes.vote import Ballot
 from lanewise.models.build import build
 from lanewise.models.init import fill
+from lanewise.parallel.layout import Layout
+from lanewise.parallel.mesh import Mesh
 from lanewise.replica import Replica
 from step import plain_from
 
@@ -88,7 +90,8 @@ def peer(variant: str, processes: int, precision: str) -> Step:
 
 def ours(zero: int, rank: int, processes: int, precision: str) -> Step:
     run = settings(processes, zero, precision)
-    replica = Replica(run, build(run.model), torch.device("cpu"), dist.group.WORLD, processes, rank)
+    world = World(rank, processes, torch.device("cpu"), dist.group.WORLD)
+    replica = Replica(run, build(run.model), Mesh(world, Layout()))
     updates = itertools.count()
 
     def step(tokens: Tensor, labels: Tensor) -> float:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from lanewise import config
 from lanewise.lanes.vote import Ballot
 from lanewise.models.build import build
+from lanewise.parallel.mesh import Mesh
 from lanewise.replica import Replica
 
 VOCAB, HIDDEN, LAYERS, HEADS, FFN, BATCH, LENGTH = 4096, 384, 6, 6, 1024, 8, 256
@@ -149,7 +150,7 @@ def our_run(precision: str, compiled: bool) -> config.Run:
 
 
 def our_replica(run: config.Run) -> Replica:
-    return Replica(run, build(run.model), torch.device("cpu"), None, 1, 0)
+    return Replica(run, build(run.model), Mesh.alone(torch.device("cpu")))
 
 
 def our_step(replica: Replica) -> Step:

@@ -186,6 +186,7 @@ class Train(Section):
 
 
 class Layout(Section):
+    axes: str = free("", "axes inside a replica with their degrees, as in 'pp2.tp2'; empty: a replica is one worker")
     zero: Literal[0, 1, 2] = free(1, "across replicas: 1 shards the optimizer, 2 also frees full gradients early")
     bucket_mb: float = Field(8.0, description="fp32 gradient bytes exchanged at once, in MB (2^20)", gt=0)
 
@@ -285,6 +286,14 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Run:
         except (OSError, UnicodeDecodeError) as e:
             raise UserError(f"{path}: cannot read the run file: {e}") from None
     return parse(text, overrides, name=str(path))
+
+
+def load_words(words: Sequence[str]) -> Run:
+    """A run from the words of a command line: at most one run file, and overrides. Raises UserError."""
+    files = [w for w in words if "=" not in w]
+    if len(files) > 1:
+        raise UserError(f"more than one run file: {', '.join(files)} (overrides are written section.key=value)")
+    return load(files[0] if files else None, [w for w in words if "=" in w])
 
 
 def parse(text: str, overrides: Sequence[str] = (), name: str = "run file") -> Run:

@@ -8,7 +8,6 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from lanewise import config
@@ -23,12 +22,13 @@ from lanewise.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE
 from lanewise.evaluation import evaluate
 from lanewise.generation import sample
 from lanewise.job import Job
-from lanewise.lanes.keys import slot_key
-from lanewise.lanes.vote import Ballot, Verdict
-from lanewise.models.build import build
+from lanewise.lanes.vote import Verdict
 from lanewise.observe.display import make_display
 from lanewise.observe.records import Events, JsonLines, cut_after, plain
 from lanewise.origin import check_origin, what_it_holds
+from lanewise.parallel.build import build_part
+from lanewise.parallel.layout import Layout
+from lanewise.parallel.mesh import Mesh
 from lanewise.replica import Replica
 from lanewise.schedule import learning_rate
 
@@ -79,7 +79,8 @@ class Trainer:
         self.steps = self.run.train.steps
         if self.run.train.epochs:
             self.steps = self.dataset.steps_per(self.run.train.epochs)
-        self.replica = Replica(self.run, build(self.run.model), world.device, world.group, world.size, world.rank)
+        self.mesh = Mesh(world, Layout.parse(self.run.layout.axes))
+        self.replica = Replica(self.run, build_part(self.run, self.mesh), self.mesh)
         self.progress = Progress()
         self.saved = -1  # step of the newest checkpoint
         self.events = Events(job.out / "events.jsonl" if self.prints else None, self.display.note)
@@ -95,7 +96,7 @@ class Trainer:
         """Run to the end, to `until`, or to a stop request; returns the exit code."""
         self._resume()
         self._open_records()
-        for member in self.world.members():
+        for member in self.world.members(self.mesh.replica):
             self.events.write("joined", **member)
         self.display.start(self.progress.step, self.steps)
         try:
@@ -134,7 +135,7 @@ class Trainer:
         started = time.perf_counter()
         self.status.begin_step(step)
         self.events.step = step
-        ballot = self._compute(step)
+        ballot = self.replica.compute(step, self.dataset.slot, self.status.enter)
         self.status.enter("exchange")
         verdict, chunks = self.replica.voter.vote(ballot, self.replica.reducer.finish(), self.stop.asked)
         self.status.enter("commit")
@@ -148,37 +149,11 @@ class Trainer:
         self._record(verdict, lr, time.perf_counter() - started)
         return verdict
 
-    def _compute(self, step: int) -> Ballot:
-        """Forward and backward of this replica's lanes, in order; changes nothing but gradient buffers."""
-        model, reducer, batch = self.replica.model, self.replica.reducer, self.run.batch
-        ballot = Ballot(batch.lanes, self.world.device)
-        model.train()
-        for lane in reducer.mine:
-            for k in range(batch.microbatches):
-                self.status.enter("data")
-                slot = self.dataset.slot(step, lane, k)
-                tokens_BT = torch.from_numpy(slot.tokens_BT).to(self.world.device)
-                labels_BT = torch.from_numpy(slot.labels_BT).to(self.world.device)
-                key = torch.tensor(slot_key(self.run.train.seed, step, lane, k), device=self.world.device)
-                reducer.begin(lane, k)
-                self.status.enter("forward")
-                output = model(tokens_BT, labels_BT, key)
-                self.status.enter("backward")
-                output.loss_sum.backward()
-                reducer.end()
-                ballot.add(lane, output.nll_sum, slot.valid, output.expert_counts)
-        return ballot
-
     def _learning_rate(self) -> float:
         return learning_rate(self.run.schedule, self.run.optimizer.lr, self.progress.updates, self.steps)
 
     def _commit(self, verdict: Verdict, chunks: list[Tensor], lr: float) -> None:
-        """Gradients are sums over tokens: one division here makes them means, and clips."""
-        clip = self.run.optimizer.clip
-        shrink = min(1.0, clip / (verdict.gradient_norm + 1e-6)) if clip else 1.0
-        self.replica.optimizer.step(chunks, verdict.tokens / shrink, lr, self.progress.updates)
-        if verdict.counts is not None:
-            self.replica.model.balance(verdict.counts)
+        self.replica.commit(verdict, chunks, lr, self.progress.updates)
         self.progress.updates += 1
         self.progress.skipped_in_row = 0
 
@@ -239,7 +214,7 @@ class Trainer:
         if self.run.eval.every == 0 or batches == 0:
             return
         self.status.enter("evaluate")
-        loss, tokens = evaluate(self.replica.model, lambda i: self.dataset.held(i, size, limit), batches, self.world)
+        loss, tokens = evaluate(self.replica.model, lambda i: self.dataset.held(i, size, limit), batches, self.mesh)
         self.events.write("evaluated", loss=loss, tokens=tokens)
         self.display.note(f"step {self.progress.step}  held-out loss {loss:.4f}")
 
@@ -248,9 +223,12 @@ class Trainer:
         if not self.prints:
             return
         out = self.job.out
-        prompt, text = sample(self.replica.model, self.dataset, load(self.job.data), self.run.batch.sequence_length)
-        rule = "-" * 24
-        self.display.note(f"{rule} a sample (prompt: {prompt!r}) {rule}\n{prompt}{text}\n{rule * 2}")
+        prompt = "..."
+        if self.mesh.layout.size == 1:  # else no rank has a whole model at hand; `generate` has
+            length = self.run.batch.sequence_length
+            prompt, text = sample(self.replica.model, self.dataset, load(self.job.data), length)
+            rule = "-" * 24
+            self.display.note(f"{rule} a sample (prompt: {prompt!r}) {rule}\n{prompt}{text}\n{rule * 2}")
         self.display.note(f"look into the run:   lanewise inspect {out}")
         self.display.note(f"continue a text:     lanewise generate {out} --prompt 'how it begins'")
         self.display.note("train on your own:   lanewise train data.source=FOLDER_OR_FILE --out runs/mine")
@@ -266,7 +244,7 @@ class Trainer:
             "progress": asdict(self.progress),
             "run": config.dump(self.run),
             "data": self.dataset.identity,
-            "layout": {"replicas": self.world.size, "zero": self.run.layout.zero},
+            "layout": {"replicas": self.mesh.replicas, "axes": str(self.mesh.layout), "zero": self.run.layout.zero},
         }
         self.checkpoints.save(self.progress.step, self.replica.state(share=True), meta)
         self.saved = self.progress.step

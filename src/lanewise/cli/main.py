@@ -9,6 +9,7 @@ from lanewise.errors import EXIT_FAILED, EXIT_USER, UserError
 
 VERBS = {
     "train": "train a model: the main job",
+    "prove": "check a layout against one process, parameter by parameter",
     "eval": "loss of a checkpoint on held-out or other text",
     "generate": "continue a text with a checkpoint",
     "export": "write a checkpoint as a Hugging Face folder",

@@ -1,4 +1,4 @@
-"""AdamW on flat chunks: each replica updates what it owns (ZeRO-1/2) or everything (ZeRO-0).
+"""AdamW on flat chunks: each copy updates what it owns (ZeRO-1/2) or everything (ZeRO-0).
 
 Bits do not depend on the chunk: the update is elementwise, and chunks are cut at block boundaries.
 """
@@ -40,14 +40,11 @@ class ShardedAdamW:
     """AdamW over buckets (Loshchilov & Hutter, arXiv:1711.05101), with fp32 master weights.
 
     In fp32 the masters are the model's own weights; in bf16 they are a separate fp32 chunk.
-    zero: 0 updates everything on every replica; 1 and 2 update the own chunk and all-gather the weights.
+    zero: 0 updates everything on every copy; 1 and 2 update the own chunk and all-gather the weights.
     """
 
-    def __init__(
-        self, config: Optimizer, buckets: Sequence[Bucket], group: dist.ProcessGroup | None, zero: int
-    ) -> None:
-        self.config, self.group = config, group
-        self.sharded = zero > 0 and group is not None
+    def __init__(self, config: Optimizer, buckets: Sequence[Bucket], zero: int) -> None:
+        self.config, self.sharded = config, zero > 0
         self.parts = [self._part(bucket) for bucket in buckets]
 
     def _part(self, bucket: Bucket) -> Part:
@@ -63,21 +60,25 @@ class ShardedAdamW:
         return 0.0 if place.spec.kind in self.config.no_decay else self.config.weight_decay
 
     def _gradients(self, chunks: Sequence[Tensor]) -> list[Tensor]:
-        """What the parts are updated with. ZeRO-0: every replica gets every chunk. Else the chunks themselves."""
-        if self.sharded or self.group is None:
+        """What the parts are updated with. ZeRO-0: every copy gets every chunk. Else the chunks themselves."""
+        if self.sharded:
             return list(chunks)
         full, works = [], []
         for tag, (part, chunk) in enumerate(zip(self.parts, chunks, strict=True)):
+            group = part.bucket.copies.group
+            if group is None:
+                full.append(chunk)
+                continue
             gradient = torch.empty(part.bucket.size, dtype=torch.float32, device=chunk.device)
             gradient[part.bucket.own] = chunk
-            works += gather(gradient, self.group, tag)
+            works += gather(gradient, group, tag)
             full.append(gradient)
         for work in works:
             work.wait()
         return full
 
     def step(self, chunks: Sequence[Tensor], divisor: float, lr: float, update: int) -> None:
-        """Update number `update` (from 0) with gradients chunks / divisor; then every replica's weights are new."""
+        """Update number `update` (from 0) with gradients chunks / divisor; then every copy's weights are new."""
         works: list[dist.Work] = []
         scale = torch.tensor(divisor, dtype=torch.float32, device=chunks[0].device)
         for tag, (part, gradient) in enumerate(zip(self.parts, self._gradients(chunks), strict=True)):
@@ -119,9 +120,10 @@ class ShardedAdamW:
         weights = part.bucket.weights[part.start : part.stop]
         if weights.dtype != torch.float32:
             weights.copy_(part.master)
-        return gather(part.bucket.weights, self.group, tag) if self.sharded and self.group is not None else []
+        group = part.bucket.copies.group
+        return gather(part.bucket.weights, group, tag) if self.sharded and group is not None else []
 
     def publish(self) -> None:
-        """Bring the model's weights up to date with the masters, on every replica."""
+        """Bring the model's weights up to date with the masters, on every copy."""
         for work in [work for tag, part in enumerate(self.parts) for work in self._publish(part, tag)]:
             work.wait()

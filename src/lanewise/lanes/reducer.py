@@ -3,7 +3,10 @@
 Within a lane the microbatches' gradients add up in order, in fp32; across lanes along the canonical tree. A replica
 adds up the tree nodes that lie inside its range of lanes and the exchange does the rest:
 
-    all-to-all (each replica gets its chunk of everyone else's nodes) -> tree sum of the chunks
+    all-to-all (each copy gets its chunk of everyone else's nodes) -> tree sum of the chunks
+
+Where a replica's ranks each have a part of the gradient (`Copies`), they take part in the same exchange: a tree for
+each part, then the sum of the parts.
 
 On the wire this is the first half of a ring all-reduce. The second half, the all-gather, belongs to the optimizer:
 with ZeRO-1/2 it carries updated weights, with ZeRO-0 the reduced gradient.
@@ -38,7 +41,6 @@ class Reducer:
         buckets: Sequence[Bucket],
         lanes: int,
         microbatches: int,
-        group: dist.ProcessGroup | None,
         replicas: int,
         replica: int,
         free_early: bool,
@@ -46,7 +48,7 @@ class Reducer:
         self.lanes, self.microbatches = lanes, microbatches
         self.mine = lanes_of(replica, replicas, lanes)
         nodes = [cover(r.start, r.stop, lanes) for r in (lanes_of(other, replicas, lanes) for other in range(replicas))]
-        self.sums = [_BucketSum(i, b, lanes, group, nodes, replica, free_early) for i, b in enumerate(buckets)]
+        self.sums = [_BucketSum(i, b, lanes, nodes, free_early) for i, b in enumerate(buckets)]
         self._launched = 0
         for bucket_sum in self.sums:
             for index in bucket_sum.trainable:
@@ -79,7 +81,7 @@ class Reducer:
             self._launched += 1
 
     def finish(self) -> Iterator[Tensor]:
-        """This replica's chunk of each bucket's gradient, summed over all lanes: [chunk] fp32, valid until `begin`.
+        """This rank's chunk of each bucket's gradient, summed over all lanes: [chunk] fp32, valid until `begin`.
 
         Each is yielded as it arrives: what is done with one overlaps with the exchange of the next.
         """
@@ -103,13 +105,12 @@ class _BucketSum:
         index: int,
         bucket: Bucket,
         lanes: int,
-        group: dist.ProcessGroup | None,
         nodes: Sequence[list[tuple[int, int]]],
-        replica: int,
         free_early: bool,
     ) -> None:
-        self.index, self.bucket, self.lanes, self.group = index, bucket, lanes, group
-        self.nodes, self.replica, self.free_early = nodes, replica, free_early
+        self.index, self.bucket, self.lanes = index, bucket, lanes
+        self.copies, self.free_early = bucket.copies, free_early
+        self.nodes = [replica for replica in nodes for _ in range(self.copies.parts)]  # of each copy, in rank order
         self.trainable = [i for i, place in enumerate(bucket.places) if place.parameter.requires_grad]
         self.pool: list[Tensor] = []
         self.inbox: dict[tuple[int, int], Tensor] = {}  # by sender and by which of its nodes
@@ -143,7 +144,7 @@ class _BucketSum:
         """Add one parameter's gradient; True if it was the last one that the exchange of this bucket waited for."""
         assert self.target is not None
         place = self.bucket.places[index]
-        part = self.target[place.start : place.stop].view(place.spec.shape)
+        part = self.target[place.start : place.stop].view(place.parameter.shape)
         if self.fresh:
             part.copy_(gradient)
         else:
@@ -193,13 +194,13 @@ class _BucketSum:
     # -------------------------------------------------------------------------------------------- the exchange
 
     def launch(self) -> None:
-        """Send every other replica its chunk of this replica's nodes. A replica has few nodes, mostly one."""
+        """Send every other copy its chunk of this one's nodes. A replica has few nodes, mostly one."""
         self.ready = False
-        if self.group is None:
+        if self.copies.group is None:
             return
         most = max(len(nodes) for nodes in self.nodes)
         sends, receives = [], []
-        for peer in others(self.replica, len(self.nodes)):
+        for peer in others(self.copies.rank, self.copies.size):
             for j, node in enumerate(self.tree.nodes):
                 chunk = node.value[peer * self.bucket.chunk :][: self.bucket.chunk]
                 sends.append(Message(chunk, peer, self.index * most + j))
@@ -207,10 +208,10 @@ class _BucketSum:
                 if (peer, j) not in self.inbox:
                     self.inbox[peer, j] = self.tree.nodes[0].value.new_empty(self.bucket.chunk)
                 receives.append(Message(self.inbox[peer, j], peer, self.index * most + j))
-        self.works = exchange(sends, receives, self.group)
+        self.works = exchange(sends, receives, self.copies.group)
 
     def finish(self) -> Tensor:
-        if self.group is None:
+        if self.copies.group is None:
             reduced = self.tree.root()
             self.pool.append(reduced)  # written again only after `begin`
         else:
@@ -226,10 +227,14 @@ class _BucketSum:
         return reduced
 
     def _sum_received(self) -> Tensor:
-        """This replica's chunk of everyone's nodes, added along the tree; in place, where the chunks lie."""
-        tree = TreeSum[Tensor](self.lanes, lambda left, right: left.add_(right))
-        for replica, nodes in enumerate(self.nodes):
+        """This copy's chunk of everyone's nodes, added along one tree for each part; in place, where the chunks lie."""
+        trees = [TreeSum[Tensor](self.lanes, lambda left, right: left.add_(right)) for _ in range(self.copies.parts)]
+        for copy, nodes in enumerate(self.nodes):
             for j, (start, size) in enumerate(nodes):
-                mine = replica == self.replica
-                tree.push(start, self.tree.nodes[j].value[self.bucket.own] if mine else self.inbox[replica, j], size)
-        return tree.root()
+                mine = copy == self.copies.rank
+                chunk = self.tree.nodes[j].value[self.bucket.own] if mine else self.inbox[copy, j]
+                trees[copy % self.copies.parts].push(start, chunk, size)
+        total, *rest = (tree.root() for tree in trees)
+        for part in rest:
+            total.add_(part)
+        return total

@@ -25,14 +25,18 @@ def fold(key: Tensor | None, layer: int) -> Tensor | None:
     return (high >> 1) << 32 | low
 
 
-def dropout(x: Tensor, p: float, key: Tensor | None, layer: int) -> Tensor:
+def dropout(x: Tensor, p: float, key: Tensor | None, layer: int, numbers: Tensor | None = None) -> Tensor:
     """Zero each element of x with probability p and scale the rest by 1/(1-p); without a key, x itself.
 
     key: int64 scalar tensor. layer: tells apart the dropouts under one key. x holds fewer than 2^32 elements.
+    numbers: where x is only a part of a tensor [..., H], the place of each of its rows of H in the whole: int64 [...].
     """
     key = fold(key, layer)
     if key is None or p == 0:
         return x
-    index = torch.arange(x.numel(), device=x.device).view(x.shape)
+    if numbers is None:
+        index = torch.arange(x.numel(), device=x.device).view(x.shape)
+    else:
+        index = numbers[..., None] * x.shape[-1] + torch.arange(x.shape[-1], device=x.device)
     word = _mix(_mix(index ^ (key & _WORD)) ^ (key >> 32))
     return torch.where(word >= round(p * 2**32), x / (1 - p), 0.0)
