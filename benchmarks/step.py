@@ -10,7 +10,10 @@ alone would take at the measured matmul ceiling.
 """
 
 import argparse
+import itertools
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -21,6 +24,7 @@ from torch import Tensor, nn
 from lanewise import config
 from lanewise.lanes.vote import Ballot
 from lanewise.models.build import build
+from lanewise.parallel.mesh import Mesh
 from lanewise.replica import Replica
 
 VOCAB, HIDDEN, LAYERS, HEADS, FFN, BATCH, LENGTH = 4096, 384, 6, 6, 1024, 8, 256
@@ -49,10 +53,10 @@ class PlainBlock(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         h = self.norm1(x)
-        q, k, v = (p(h).view(BATCH, LENGTH, HEADS, -1).transpose(1, 2) for p in (self.q, self.k, self.v))
+        q, k, v = (p(h).unflatten(-1, (HEADS, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.o(a.transpose(1, 2).reshape(BATCH, LENGTH, HIDDEN))
+        x = x + self.o(a.transpose(1, 2).flatten(2))
         h = self.norm2(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
@@ -146,11 +150,12 @@ def our_run(precision: str, compiled: bool) -> config.Run:
 
 
 def our_replica(run: config.Run) -> Replica:
-    return Replica(run, build(run.model), torch.device("cpu"), None, 1, 0)
+    return Replica(run, build(run.model), Mesh.alone(torch.device("cpu")))
 
 
 def our_step(replica: Replica) -> Step:
     """The trainer's step without its data, records and checkpoints."""
+    updates = itertools.count()
 
     def step(tokens: Tensor, labels: Tensor) -> float:
         ballot = Ballot(1, torch.device("cpu"))
@@ -159,10 +164,9 @@ def our_step(replica: Replica) -> Step:
         output.loss_sum.backward()
         replica.reducer.end()
         ballot.add(0, output.nll_sum, labels.numel(), output.expert_counts)
-        chunks = replica.reducer.finish()
-        verdict = replica.voter.vote(ballot, chunks, stop=False)
+        verdict, chunks = replica.voter.vote(ballot, replica.reducer.finish(), stop=False)
         shrink = min(1.0, CLIP / (verdict.gradient_norm + 1e-6))
-        replica.optimizer.step(chunks, verdict.tokens / shrink, LR, 0)
+        replica.optimizer.step(chunks, verdict.tokens / shrink, LR, next(updates))
         return verdict.loss
 
     return step
@@ -239,8 +243,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    for precision in arguments.precision:
-        measure(precision, arguments.rounds)
+    if len(arguments.precision) == 1:
+        measure(arguments.precision[0], arguments.rounds)
+        return
+    for precision in arguments.precision:  # a process each: accelerate keeps one precision per process
+        rest = ["--rounds", str(arguments.rounds), "--threads", str(arguments.threads)]
+        subprocess.run([sys.executable, __file__, "--precision", precision, *rest], check=True)
 
 
 if __name__ == "__main__":

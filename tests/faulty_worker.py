@@ -20,7 +20,7 @@ from lanewise.elastic import launcher
 from lanewise.elastic.status import Status
 from lanewise.job import Job
 from lanewise.lanes.keys import slot_key
-from lanewise.models.build import build
+from lanewise.parallel.build import build_part
 
 Fault = Callable[[int], None]
 
@@ -109,9 +109,9 @@ def _poison(slots: Collection[tuple[int, int]], factor: float, rank: int) -> Non
             return output._replace(loss_sum=output.loss_sum * factor)
         return output
 
-    def poisoned(settings: Any) -> Any:
-        model = build(settings)
+    def poisoned(run: Any, mesh: Any) -> Any:
+        model = build_part(run, mesh)
         model.register_forward_hook(hook)
         return model
 
-    trainer.build = poisoned
+    trainer.build_part = poisoned

@@ -6,7 +6,6 @@ A fresh group each time, a hard limit, and the traces of all ranks on failure.
 import faulthandler
 import multiprocessing
 import pickle
-import socket
 import sys
 import tempfile
 import traceback
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lanewise.elastic.launcher import listening_socket
 from lanewise.elastic.world import local_store
 
 LIMIT = 60.0  # seconds
@@ -27,10 +27,7 @@ def on_ranks(size: int, function: Callable[..., Any], *arguments: Any, limit: fl
     """[function(rank, size, *arguments) on each rank]. `function` must be importable (top level of a test module)."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "lanewise.worker"])
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    listener.listen()
-    port = listener.getsockname()[1]
+    listener, port = listening_socket()
     with tempfile.TemporaryDirectory() as folder:
         traces = [Path(folder) / f"rank-{rank}" for rank in range(size)]
         processes, pipes = [], []

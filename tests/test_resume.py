@@ -15,6 +15,7 @@ from lanewise.checkpoint.pieces import Entry
 from lanewise.checkpoint.store import Checkpoints
 from lanewise.errors import UserError
 from lanewise.models.build import build
+from lanewise.parallel.mesh import Mesh
 from lanewise.replica import Replica
 from system import (
     BASE,
@@ -174,7 +175,7 @@ def frozen_replica(zero: int = 1) -> Replica:
     run = config.load(None, overrides)
     model = build(run.model)
     model.get_parameter("layers.0.ffn.up.weight").requires_grad_(False)
-    return Replica(run, model, torch.device("cpu"), None, 1, 0)
+    return Replica(run, model, Mesh.alone(torch.device("cpu")))
 
 
 def updated(replica: Replica) -> Replica:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from lanewise.errors import UserError
 
@@ -43,6 +44,12 @@ class RopeScaling(Section):
     mscale: float = Field(1.0, description="yarn: weight of the attention temperature")
     mscale_all_dim: float = Field(0.0, description="yarn: the same, for the whole softmax scale (0: off)")
 
+    @model_validator(mode="after")
+    def _bounds(self) -> "RopeScaling":
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError("high_freq_factor must exceed low_freq_factor: change one of them")
+        return self
+
 
 class ModelBase(Section):
     preset: str = Field("tiny", description="start from this named model; other keys override it")
@@ -57,6 +64,7 @@ class ModelBase(Section):
     norm_eps: float = Field(1e-6, description="epsilon of RMSNorm", gt=0)
     init_std: float = Field(0.02, description="standard deviation of initial weights", gt=0)
     dropout: float = Field(0.0, description="probability of dropping an element of each block's output", ge=0, lt=1)
+    context: int = free(0, "longest sequence an export declares; 0 derives it from the run", ge=0)
 
 
 class DenseModel(ModelBase):
@@ -137,7 +145,7 @@ def presets() -> dict[str, dict[str, Any]]:
 
 
 class Data(Section):
-    source: str = Field("python", description="'python' (this interpreter's library), a file, folder or glob")
+    source: str = free("python", "'python' (this interpreter's library), a file, folder or glob; its content counts")
     text_field: str = Field("text", description="column that holds the text (JSONL, Parquet)")
     tokenizer: str = Field("bpe", description="'bpe' trains one on the data, 'bytes', or a tokenizer.json to use")
     vocab_size: int = Field(4096, description="entries of a trained BPE tokenizer", ge=257)
@@ -154,7 +162,7 @@ class Data(Section):
 class Batch(Section):
     lanes: int = Field(8, description="virtual workers; a step's gradient is the sum over lanes", ge=1)
     microbatches: int = Field(1, description="microbatches per lane in a step (gradient accumulation)", ge=1)
-    size: int = Field(2, description="sequences in a microbatch", ge=1)
+    size: int = Field(1, description="sequences in a microbatch", ge=1)
     sequence_length: int = Field(256, description="tokens in a sequence", ge=2)
 
     @property
@@ -167,7 +175,7 @@ class Batch(Section):
 
 
 class Train(Section):
-    steps: int = Field(200, description="steps of the run; the schedule spans them", ge=1)
+    steps: int = Field(300, description="steps of the run; the schedule spans them", ge=1)
     epochs: float = Field(0, description="if > 0: stop after this many passes over the data instead of `steps`", ge=0)
     seed: int = Field(0, description="seed of weights, order and dropout", ge=0, lt=2**63)
     precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16 keeps fp32 master weights and sums")
@@ -178,13 +186,14 @@ class Train(Section):
 
 
 class Layout(Section):
+    axes: str = free("", "axes inside a replica with their degrees, as in 'pp2.tp2'; empty: a replica is one worker")
     zero: Literal[0, 1, 2] = free(1, "across replicas: 1 shards the optimizer, 2 also frees full gradients early")
     bucket_mb: float = Field(8.0, description="fp32 gradient bytes exchanged at once, in MB (2^20)", gt=0)
 
 
 class Optimizer(Section):
     name: Literal["adamw"] = "adamw"
-    lr: float = Field(1e-3, description="peak learning rate", ge=0)
+    lr: float = Field(4e-3, description="peak learning rate", ge=0)
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         (0.9, 0.95), description="decay of the first and second moments"
     )
@@ -211,7 +220,7 @@ class Checkpoint(Section):
 
 class Eval(Section):
     every: int = free(50, "steps between evaluations on held-out text; 0 is never", ge=0)
-    sequences: int = free(256, "held-out sequences evaluated; 0 is all", ge=0)
+    sequences: int = free(64, "held-out sequences evaluated; 0 is all", ge=0)
 
 
 class Observe(Section):
@@ -277,6 +286,14 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Run:
         except (OSError, UnicodeDecodeError) as e:
             raise UserError(f"{path}: cannot read the run file: {e}") from None
     return parse(text, overrides, name=str(path))
+
+
+def load_words(words: Sequence[str]) -> Run:
+    """A run from the words of a command line: at most one run file, and overrides. Raises UserError."""
+    files = [w for w in words if "=" not in w]
+    if len(files) > 1:
+        raise UserError(f"more than one run file: {', '.join(files)} (overrides are written section.key=value)")
+    return load(files[0] if files else None, [w for w in words if "=" in w])
 
 
 def parse(text: str, overrides: Sequence[str] = (), name: str = "run file") -> Run:
@@ -377,7 +394,7 @@ def dump(run: Run) -> str:
                 value = getattr(section, key)
                 if value is not None:
                     note = f"  # {field.description}" if field.description else ""
-                    lines.append(f"{key} = {_toml(value)}{note}")
+                    lines.append(f"{key} = {_toml(value)}{note}{' (may change on resume)' * _is_free(field)}")
     return "\n".join(lines) + "\n"
 
 
@@ -402,7 +419,10 @@ def differences(old: Run, new: Run) -> Iterator[tuple[str, Any, Any]]:
             continue
         for key in {**type(a).model_fields, **type(b).model_fields}:
             field = type(a).model_fields.get(key) or type(b).model_fields[key]
-            is_free = isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("free")
             x, y = getattr(a, key, None), getattr(b, key, None)
-            if not is_free and x != y and (name, key) != ("model", "preset"):
+            if not _is_free(field) and x != y and (name, key) != ("model", "preset"):
                 yield f"{name}.{key}", x, y
+
+
+def _is_free(field: FieldInfo) -> bool:
+    return isinstance(field.json_schema_extra, dict) and bool(field.json_schema_extra.get("free"))

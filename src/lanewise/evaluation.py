@@ -6,28 +6,34 @@ import torch
 import torch.distributed as dist
 
 from lanewise.data.dataset import Slot
-from lanewise.elastic.world import World
 from lanewise.models.base import LanguageModel
+from lanewise.parallel.mesh import Mesh
 
 
 @torch.no_grad()
-def evaluate(model: LanguageModel, batch: Callable[[int], Slot], batches: int, world: World) -> tuple[float, int]:
+def evaluate(model: LanguageModel, batch: Callable[[int], Slot], batches: int, mesh: Mesh) -> tuple[float, int]:
     """(mean next-token loss in nats, valid labels) over `batch(0) ... batch(batches - 1)`.
 
-    Batches have one fixed shape, the last one padded with ignored labels. Each batch's sum has its own place in one
-    fp64 vector, so who computed it does not matter. Without a valid label the loss is NaN.
+    Batches have one fixed shape, the last one padded with ignored labels. Each sum over a batch, or over a rank's part
+    of one, has its own place in an fp64 tensor, so who computed it does not matter. Without valid labels: NaN.
     """
-    sums = torch.zeros(2, batches, dtype=torch.float64, device=world.device)
+    device, group = mesh.world.device, mesh.world.group
+    losses = torch.zeros(batches, mesh.parts, dtype=torch.float64, device=device)
+    valid = torch.zeros_like(losses)
     training = model.training
     model.eval()
-    for i in range(world.rank, batches, world.size):
+    for i in range(mesh.replica, batches, mesh.replicas):
         slot = batch(i)
-        tokens_BT = torch.from_numpy(slot.tokens_BT).to(world.device)
-        labels_BT = torch.from_numpy(slot.labels_BT).to(world.device)
-        sums[0, i] = model(tokens_BT, labels_BT).nll_sum
-        sums[1, i] = slot.valid
+        tokens_BT = torch.from_numpy(slot.tokens_BT).to(device)
+        labels_BT = torch.from_numpy(slot.labels_BT).to(device)
+        nll = model(tokens_BT, labels_BT).nll_sum
+        if mesh.part is not None:
+            losses[i, mesh.part] = nll
+        if mesh.part == 0:
+            valid[i, 0] = slot.valid
     model.train(training)
-    if world.group is not None:
-        dist.all_reduce(sums, group=world.group)
-    nll, valid = sums.sum(dim=1).tolist()
-    return nll / valid if valid else float("nan"), int(valid)
+    sums = torch.stack((losses, valid))
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    total, tokens = sums.flatten(1).sum(dim=1).tolist()
+    return total / tokens if tokens else float("nan"), int(tokens)

@@ -2,8 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lanewise.config import Run
+
+if TYPE_CHECKING:
+    from lanewise.elastic.status import Status
+    from lanewise.elastic.world import World
+    from lanewise.trainer import StopRequest
 
 
 @dataclass(frozen=True)
@@ -16,3 +22,9 @@ class Job:
     resume: str = "auto"
     until: int | None = None
     display: str = "auto"
+
+    def work(self, world: "World", status: "Status", stop: "StopRequest") -> int:
+        """Train, as one rank of `world`; returns the exit code."""
+        from lanewise.trainer import Trainer
+
+        return Trainer(self, world, status, stop).train()

@@ -1,81 +1,132 @@
-"""One copy of the model with all that keeps it equal to the others: buckets, reducer, optimizer, voter."""
+"""This rank's part of a copy of the model, with all that keeps it in step: buckets, reducer, optimizer, voter."""
+
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
 from lanewise.checkpoint.pieces import Entry, State
 from lanewise.config import Run
+from lanewise.data.dataset import Slot
 from lanewise.lanes.adamw import ShardedAdamW
-from lanewise.lanes.flat import lay_out
+from lanewise.lanes.flat import Bucket, Place, lay_out
+from lanewise.lanes.keys import slot_key
 from lanewise.lanes.reducer import Reducer
-from lanewise.lanes.vote import Voter
+from lanewise.lanes.vote import Ballot, Verdict, Voter
 from lanewise.models.base import LanguageModel
 from lanewise.models.init import initial
+from lanewise.parallel import boxes
+from lanewise.parallel.mesh import Mesh
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Replica:
-    """Takes a freshly built `model` (weights uninitialised), gives it its keyed initial weights and its reducer.
+    """Takes this rank's part of the model (`parallel.build`), and gives it its keyed initial weights."""
 
-    group: the replicas' process group; None for one replica alone.
-    """
-
-    def __init__(
-        self,
-        run: Run,
-        model: LanguageModel,
-        device: torch.device,
-        group: dist.ProcessGroup | None,
-        replicas: int,
-        replica: int,
-    ) -> None:
-        self.model = model.to(device)
-        self.group, self.replicas, self.replica = group, replicas, replica
-        named = list(self.model.named_parameters())
-        self.parameter_names = {name for spec in self.model.table() for name in (spec.name, *spec.aliases)}
-        dtype = PRECISIONS[run.train.precision]
-        self.buckets = lay_out(named, model.table(), dtype, run.layout.bucket_mb, replicas, replica)
-        self.reducer = Reducer(
-            self.buckets, run.batch.lanes, run.batch.microbatches, group, replicas, replica, run.layout.zero == 2
+    def __init__(self, run: Run, model: LanguageModel, mesh: Mesh) -> None:
+        self.run, self.model, self.mesh = run, model, mesh
+        table = self.model.table()
+        self.parameter_names = {name for spec in table for name in (spec.name, *spec.aliases)}
+        self.buckets = lay_out(
+            list(self.model.named_parameters()),
+            table,
+            lambda spec: boxes.held(spec, mesh),
+            PRECISIONS[run.train.precision],
+            run.layout.bucket_mb,
         )
-        self.optimizer = ShardedAdamW(run.optimizer, self.buckets, group, run.layout.zero)
-        self.voter = Voter(self.buckets, group)
+        self.reducer = Reducer(
+            self.buckets, run.batch.lanes, run.batch.microbatches, mesh.replicas, mesh.replica, run.layout.zero == 2
+        )
+        self.optimizer = ShardedAdamW(run.optimizer, self.buckets, run.layout.zero)
+        numels = {spec.name: boxes.numels(spec, mesh.size) for spec in table}
+        self.voter = Voter(self.buckets, numels, mesh.world.group)
         self._initialise(run.train.seed)
+        if run.train.compile:
+            for module in self.model.blocks():
+                module.compile()
 
     @torch.no_grad()
     def _initialise(self, seed: int) -> None:
-        """Weights keyed by (seed, name, block of rows): equal on every replica without a word between them."""
+        """Weights keyed by (seed, name, block of rows): equal on every copy without a word between them."""
         for part in self.optimizer.parts:
             for place in part.bucket.places:
-                values = initial(place.spec, seed).flatten().to(part.master.device)
+                values = _initial(place, seed).to(part.master.device)
                 part.bucket.weights[place.start : place.stop] = values
                 a, b = max(part.start, place.start), min(part.stop, place.stop)
                 if a < b:
                     part.master[a - part.start : b - part.start] = values[a - place.start : b - place.start]
 
+    def compute(self, step: int, slot: Callable[[int, int, int], Slot], enter: Callable[[str], None]) -> Ballot:
+        """Forward and backward of this replica's lanes, in order; changes nothing but gradient buffers.
+
+        slot(step, lane, k) yields a microbatch; enter(phase) is told what comes next.
+        """
+        batch, device = self.run.batch, self.mesh.world.device
+        ballot = Ballot(batch.lanes, device, self.mesh.parts, self.mesh.part)
+        self.model.train()
+        for lane in self.reducer.mine:
+            for k in range(batch.microbatches):
+                enter("data")
+                data = slot(step, lane, k)
+                tokens_BT = torch.from_numpy(data.tokens_BT).to(device)
+                labels_BT = torch.from_numpy(data.labels_BT).to(device)
+                key = torch.tensor(slot_key(self.run.train.seed, step, lane, k), device=device)
+                self.reducer.begin(lane, k)
+                enter("forward")
+                output = self.model(tokens_BT, labels_BT, key)
+                enter("backward")
+                output.loss_sum.backward()
+                self.reducer.end()
+                ballot.add(lane, output.nll_sum, data.valid, output.expert_counts)
+        return ballot
+
+    def commit(self, verdict: Verdict, chunks: Sequence[Tensor], lr: float, update: int) -> None:
+        """Update number `update`. Gradients are sums over tokens: one division here makes them means, and clips."""
+        clip = self.run.optimizer.clip
+        shrink = min(1.0, clip / (verdict.gradient_norm + 1e-6)) if clip else 1.0
+        self.optimizer.step(chunks, verdict.tokens / shrink, lr, update)
+        if verdict.counts is not None:
+            self.model.balance(verdict.counts)
+
     def state(self, share: bool) -> State:
         """The run's tensors as pieces of global tensors: masters and moments by parameter, buffers by name.
 
-        share=True: each element once among all replicas, for writing. False: all that this process holds, for reading.
+        share=True: each element once among all ranks, for writing. False: all that this process holds, for reading.
         """
         state: dict[str, Entry] = {}
         for part in self.optimizer.parts:
-            own = part.bucket.own
-            start, stop = (own.start, own.stop) if share else (part.start, part.stop)
-            for place in part.bucket.places:
-                a = min(max(start, place.start), place.stop)
-                b = max(min(stop, place.stop), a)
-                for kind, tensor in part.tensors().items():
-                    held = tensor[a - part.start : b - part.start] if a < b else tensor[:0]
-                    state[f"{kind}/{place.spec.name}"] = Entry.flat(place.spec.shape, a - place.start, held)
+            own = part.bucket.own if share else slice(part.start, part.stop)
+            for kind, tensor in part.tensors().items():
+                held = tensor[own.start - part.start : own.stop - part.start]
+                state |= {f"{kind}/{name}": entry for name, entry in entries(part.bucket, own.start, held)}
         for name, buffer in self.model.state_dict().items():
             if name not in self.parameter_names:
                 whole = Entry.whole(buffer)
-                mine = not share or self.replica == 0
+                mine = not share or self.mesh.world.rank == 0
                 state[f"buffer/{name}"] = whole if mine else Entry(whole.shape, whole.dtype)
         return state
 
     def loaded(self) -> None:
         """After new values were read into `state(share=False)`: bring the computing weights up to date."""
         self.optimizer.publish()
+
+
+def entries(bucket: Bucket, start: int, held: Tensor) -> Iterator[tuple[str, Entry]]:
+    """By parameter, what the range [start, start + len(held)) of a bucket holds of it."""
+    for place in bucket.places:
+        a = min(max(start, place.start), place.stop)
+        b = max(min(start + len(held), place.stop), a)
+        values = held[a - start : b - start] if a < b else held[:0]
+        entry = Entry.flat(place.parameter.shape, a - place.start, values)
+        yield place.spec.name, entry.inside(place.spec.shape, place.held.offsets)
+
+
+def _initial(place: Place, seed: int) -> Tensor:
+    """The keyed initial values of this rank's box of a parameter, flat, in fp32."""
+    first, *offsets = place.held.offsets
+    rows, *shape = place.parameter.shape
+    values = initial(place.spec, seed, slice(first, first + rows))
+    for dim, (offset, size) in enumerate(zip(offsets, shape, strict=True), start=1):
+        values = values.narrow(dim, offset, size)
+    return values.flatten()

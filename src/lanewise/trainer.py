@@ -7,9 +7,7 @@ import signal
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from lanewise import config
@@ -17,16 +15,20 @@ from lanewise.checkpoint.locate import locate
 from lanewise.checkpoint.manifest import Manifest, folder_of
 from lanewise.checkpoint.store import Checkpoints, Found
 from lanewise.data.dataset import Dataset
+from lanewise.data.tokenizer import load
 from lanewise.elastic.status import Board, Status
 from lanewise.elastic.world import World
-from lanewise.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, UserError
+from lanewise.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE
 from lanewise.evaluation import evaluate
+from lanewise.generation import sample
 from lanewise.job import Job
-from lanewise.lanes.keys import slot_key
-from lanewise.lanes.vote import Ballot, Verdict
-from lanewise.models.build import build
+from lanewise.lanes.vote import Verdict
 from lanewise.observe.display import make_display
 from lanewise.observe.records import Events, JsonLines, cut_after, plain
+from lanewise.origin import check_origin, what_it_holds
+from lanewise.parallel.build import build_part
+from lanewise.parallel.layout import Layout
+from lanewise.parallel.mesh import Mesh
 from lanewise.replica import Replica
 from lanewise.schedule import learning_rate
 
@@ -77,7 +79,8 @@ class Trainer:
         self.steps = self.run.train.steps
         if self.run.train.epochs:
             self.steps = self.dataset.steps_per(self.run.train.epochs)
-        self.replica = Replica(self.run, build(self.run.model), world.device, world.group, world.size, world.rank)
+        self.mesh = Mesh(world, Layout.parse(self.run.layout.axes))
+        self.replica = Replica(self.run, build_part(self.run, self.mesh), self.mesh)
         self.progress = Progress()
         self.saved = -1  # step of the newest checkpoint
         self.events = Events(job.out / "events.jsonl" if self.prints else None, self.display.note)
@@ -93,11 +96,16 @@ class Trainer:
         """Run to the end, to `until`, or to a stop request; returns the exit code."""
         self._resume()
         self._open_records()
+        for member in self.world.members(self.mesh.replica):
+            self.events.write("joined", **member)
         self.display.start(self.progress.step, self.steps)
         try:
-            return self._loop(min(self.steps, self.job.until or self.steps))
+            code = self._loop(min(self.steps, self.job.until or self.steps))
         finally:
             self.display.stop()
+        if code == EXIT_DONE and self.progress.step == self.steps:
+            self._farewell()
+        return code
 
     def _loop(self, last: int) -> int:
         code = EXIT_DONE
@@ -127,11 +135,9 @@ class Trainer:
         started = time.perf_counter()
         self.status.begin_step(step)
         self.events.step = step
-        ballot = self._compute(step)
+        ballot = self.replica.compute(step, self.dataset.slot, self.status.enter)
         self.status.enter("exchange")
-        chunks = self.replica.reducer.finish()
-        self.status.enter("vote")
-        verdict = self.replica.voter.vote(ballot, chunks, self.stop.asked)
+        verdict, chunks = self.replica.voter.vote(ballot, self.replica.reducer.finish(), self.stop.asked)
         self.status.enter("commit")
         lr = self._learning_rate()
         if verdict.finite and verdict.tokens:
@@ -143,37 +149,11 @@ class Trainer:
         self._record(verdict, lr, time.perf_counter() - started)
         return verdict
 
-    def _compute(self, step: int) -> Ballot:
-        """Forward and backward of this replica's lanes, in order; changes nothing but gradient buffers."""
-        model, reducer, batch = self.replica.model, self.replica.reducer, self.run.batch
-        ballot = Ballot(batch.lanes, self.world.device)
-        model.train()
-        for lane in reducer.mine:
-            for k in range(batch.microbatches):
-                self.status.enter("data")
-                slot = self.dataset.slot(step, lane, k)
-                tokens_BT = torch.from_numpy(slot.tokens_BT).to(self.world.device)
-                labels_BT = torch.from_numpy(slot.labels_BT).to(self.world.device)
-                key = torch.tensor(slot_key(self.run.train.seed, step, lane, k), device=self.world.device)
-                reducer.begin(lane, k)
-                self.status.enter("forward")
-                output = model(tokens_BT, labels_BT, key)
-                self.status.enter("backward")
-                output.loss_sum.backward()
-                reducer.end()
-                ballot.add(lane, output.nll_sum, slot.valid, output.expert_counts)
-        return ballot
-
     def _learning_rate(self) -> float:
         return learning_rate(self.run.schedule, self.run.optimizer.lr, self.progress.updates, self.steps)
 
     def _commit(self, verdict: Verdict, chunks: list[Tensor], lr: float) -> None:
-        """Gradients are sums over tokens: one division here makes them means, and clips."""
-        clip = self.run.optimizer.clip
-        shrink = min(1.0, clip / (verdict.gradient_norm + 1e-6)) if clip else 1.0
-        self.replica.optimizer.step(chunks, verdict.tokens / shrink, lr, self.progress.updates)
-        if verdict.counts is not None:
-            self.replica.model.balance(verdict.counts)
+        self.replica.commit(verdict, chunks, lr, self.progress.updates)
         self.progress.updates += 1
         self.progress.skipped_in_row = 0
 
@@ -234,9 +214,24 @@ class Trainer:
         if self.run.eval.every == 0 or batches == 0:
             return
         self.status.enter("evaluate")
-        loss, tokens = evaluate(self.replica.model, lambda i: self.dataset.held(i, size, limit), batches, self.world)
+        loss, tokens = evaluate(self.replica.model, lambda i: self.dataset.held(i, size, limit), batches, self.mesh)
         self.events.write("evaluated", loss=loss, tokens=tokens)
         self.display.note(f"step {self.progress.step}  held-out loss {loss:.4f}")
+
+    def _farewell(self) -> None:
+        """What came out, and what to do with it."""
+        if not self.prints:
+            return
+        out = self.job.out
+        prompt = "..."
+        if self.mesh.layout.size == 1:  # else no rank has a whole model at hand; `generate` has
+            length = self.run.batch.sequence_length
+            prompt, text = sample(self.replica.model, self.dataset, load(self.job.data), length)
+            rule = "-" * 24
+            self.display.note(f"{rule} a sample (prompt: {prompt!r}) {rule}\n{prompt}{text}\n{rule * 2}")
+        self.display.note(f"look into the run:   lanewise inspect {out}")
+        self.display.note(f"continue a text:     lanewise generate {out} --prompt 'how it begins'")
+        self.display.note("train on your own:   lanewise train data.source=FOLDER_OR_FILE --out runs/mine")
 
     # --------------------------------------------------------------------------------------------- stop and resume
 
@@ -249,7 +244,7 @@ class Trainer:
             "progress": asdict(self.progress),
             "run": config.dump(self.run),
             "data": self.dataset.identity,
-            "layout": {"replicas": self.world.size, "zero": self.run.layout.zero},
+            "layout": {"replicas": self.mesh.replicas, "axes": str(self.mesh.layout), "zero": self.run.layout.zero},
         }
         self.checkpoints.save(self.progress.step, self.replica.state(share=True), meta)
         self.saved = self.progress.step
@@ -260,12 +255,12 @@ class Trainer:
         found = self._checkpoint_to_resume()
         if found is None:
             return
-        self._check_origin(found.meta)
-        self.checkpoints.load(found, self.replica.state(share=False))
+        check_origin(found.meta, self.run, self.dataset.identity)
+        self.checkpoints.load(found, what_it_holds(found.meta, self.replica.state(share=False)))
         self.replica.loaded()
         self.progress = Progress(**found.meta["progress"])
-        self.events.step = self.progress.step
         self.saved = self.progress.step if found.path.parent == self.checkpoints.root else -1
+        self.events.step = self.progress.step
         self.display.note(f"resuming after step {self.progress.step} from {found.path}")
 
     def _checkpoint_to_resume(self) -> Found | None:
@@ -278,15 +273,3 @@ class Trainer:
             path = locate(named)
             found = Found(path, Manifest.read(path))
         return found
-
-    def _check_origin(self, meta: dict[str, Any]) -> None:
-        """Refuse a checkpoint that was made from other settings or other data: its future would not be this run's."""
-        if meta["data"] != self.dataset.identity:
-            raise UserError(
-                f"{self.run.data.source}: the data has changed since the checkpoint was written: "
-                f"restore it, or start a new run with another --out"
-            )
-        changes = list(config.differences(config.parse(meta["run"]), self.run))
-        if changes:
-            key, old, new = changes[0]
-            raise UserError(f"the checkpoint is of another run: {key} was {old!r}, now {new!r}: put it back")

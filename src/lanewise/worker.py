@@ -10,17 +10,17 @@ import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing import connection
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch.distributed as dist
 
+from lanewise.config import Run
 from lanewise.elastic.environment import Place
 from lanewise.elastic.launcher import Report
 from lanewise.elastic.status import Board, Status
 from lanewise.elastic.world import World, connect, local_store, store_of
 from lanewise.errors import EXIT_FAILED, EXIT_USER, UserError
-from lanewise.job import Job
-from lanewise.trainer import StopRequest, Trainer
+from lanewise.trainer import StopRequest
 
 MOST_MESSAGE = 1000  # characters
 MOST_TRACEBACK = 10_000  # characters; a pipe holds 64 KB
@@ -35,10 +35,20 @@ PEER_GONE = (
 )
 
 
+class Task(Protocol):
+    """What a worker can be given: to train (`Job`), or something else that takes several processes."""
+
+    @property
+    def run(self) -> Run: ...
+
+    def work(self, world: World, status: Status, stop: StopRequest) -> int:
+        """Do it, as one rank of `world`; returns the exit code. Called once, by every rank."""
+
+
 def work(
-    rank: int, size: int, job: Job, board: Board, pipe: Any, port: int, listener: socket.socket | None
+    rank: int, size: int, job: Task, board: Board, pipe: Any, port: int, listener: socket.socket | None
 ) -> NoReturn:
-    """A spawned worker: train, and tell the launcher how it went."""
+    """A spawned worker: do the job, and tell the launcher how it went."""
     faulthandler.enable()
     _leave_with_launcher()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
@@ -47,7 +57,7 @@ def work(
     try:
         store = local_store(rank, size, port, listener) if size > 1 else None
         world = connect(rank, size, rank, store, job.run.train.threads, job.run.train.deterministic)
-        code = Trainer(job, world, status, stop).train()
+        code = job.work(world, status, stop)
         status.finished()
     except BaseException as error:
         report = _report(rank, status, error)
@@ -56,7 +66,7 @@ def work(
     _leave(code)
 
 
-def join(place: Place, prepare: Callable[[World], Job], threads: int, deterministic: bool) -> NoReturn:
+def join(place: Place, prepare: Callable[[World], Task], threads: int, deterministic: bool) -> NoReturn:
     """A worker under torchrun, Slurm or MPI. `prepare(world)` returns the job once the data is there."""
     faulthandler.enable()
     stop = StopRequest(signal.SIGTERM, signal.SIGINT)
@@ -65,7 +75,7 @@ def join(place: Place, prepare: Callable[[World], Job], threads: int, determinis
     try:
         store = store_of(place) if place.world > 1 else None
         world = connect(place.rank, place.world, place.local_rank, store, threads, deterministic)
-        code = Trainer(prepare(world), world, status, stop).train()
+        code = prepare(world).work(world, status, stop)
     except BaseException as error:
         report = _report(place.rank, status, error)
         code = report.code

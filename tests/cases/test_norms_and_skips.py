@@ -9,6 +9,7 @@ import torch
 from faulty_worker import poison
 from lanewise import config
 from lanewise.models.build import build
+from lanewise.parallel.mesh import Mesh
 from lanewise.replica import Replica
 from reference import assert_same_gradients, gradients_of, reference
 from system import (
@@ -93,7 +94,7 @@ def test_P4_a_run_that_only_skips_says_so_and_stops(tmp_path: Path) -> None:
     assert "ALARM stopped" in printed
     assert (tmp_path / "log.1").read_text() == ""
     start = build(run.model)
-    Replica(run, start, torch.device("cpu"), None, 1, 0)
+    Replica(run, start, Mesh.alone(torch.device("cpu")))
     for name, weight in tensors(tmp_path / "out", "model/").items():
         assert torch.equal(weight.bfloat16(), start.get_parameter(name)), "no weight has moved"
 
@@ -104,7 +105,7 @@ def test_P5_updates_smaller_than_bf16_resolution_add_up() -> None:
     overrides = [*BASE, *DENSE, "train.precision=bf16", "model.vocab_size=257", "optimizer.no_decay=['norm']"]
     run = config.load(None, overrides)
     model = build(run.model)
-    replica = Replica(run, model, torch.device("cpu"), None, 1, 0)
+    replica = Replica(run, model, Mesh.alone(torch.device("cpu")))
     right, lossy = (torch.nn.Parameter(torch.ones(32, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16))
     peers = [torch.optim.AdamW([p], lr=5e-4, betas=run.optimizer.betas, weight_decay=0) for p in (right, lossy)]
     for update in range(10):

@@ -12,9 +12,12 @@ import torch.distributed as dist
 from lanewise import config
 from lanewise.checkpoint.locate import locate
 from lanewise.data.prepare import prepare
-from lanewise.lanes.vote import Ballot, Voter
+from lanewise.elastic.world import World
+from lanewise.lanes.vote import Ballot
 from lanewise.models.build import build
 from lanewise.models.init import fill
+from lanewise.parallel.layout import Layout
+from lanewise.parallel.mesh import Mesh
 from lanewise.replica import Replica
 from processes import on_ranks
 from reference import BYTES, assert_same_gradients, gradients_of, reference, window
@@ -134,7 +137,7 @@ def test_N9_each_held_out_sample_counts_once(tmp_path: Path, workers: int) -> No
     texts = [BYTES.decode(list(group)) for end, group in itertools.groupby(ids, BYTES.end.__eq__) if not end]
     assert len(texts) % 2 == 1, "the last batch is part padding"
     assert math.ceil(len(texts) / 2) % 3 != 0
-    before = records(tmp_path / "out", "events")[0]
+    before = next(e for e in records(tmp_path / "out", "events") if e["event"] == "evaluated")
     right = reference(run, texts)
     assert (before["event"], before["step"], before["tokens"]) == ("evaluated", 0, right.tokens)
     assert before["loss"] == pytest.approx(right.loss, rel=1e-6)
@@ -142,12 +145,13 @@ def test_N9_each_held_out_sample_counts_once(tmp_path: Path, workers: int) -> No
 
 def vote_on(rank: int, size: int) -> tuple[float, int, bool, list[list[int]]]:
     run = config.load(None, [*BASE, *DENSE, "batch.lanes=3", "model.vocab_size=257"])
-    replica = Replica(run, build(run.model), torch.device("cpu"), dist.group.WORLD, size, rank)
+    mesh = Mesh(World(rank, size, torch.device("cpu"), dist.group.WORLD), Layout())
+    replica = Replica(run, build(run.model), mesh)
     ballot = Ballot(3, torch.device("cpu"))
     for lane in replica.reducer.mine:
         ballot.add(lane, torch.tensor(10.0 ** (lane + 1)), 2**lane, torch.tensor([[lane, 5]]))
     chunks = [torch.zeros(bucket.chunk) for bucket in replica.buckets]
-    verdict = Voter(replica.buckets, dist.group.WORLD).vote(ballot, chunks, stop=rank == 1)
+    verdict, _ = replica.voter.vote(ballot, chunks, stop=rank == 1)
     return verdict.loss, verdict.tokens, verdict.stop, verdict.counts.tolist()
 
 

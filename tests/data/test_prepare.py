@@ -52,6 +52,7 @@ def test_second_run_reads_no_text(source, settings, monkeypatch, later):
 
 def test_new_files_are_read_again_but_not_built_again(source, settings, monkeypatch):
     folder = prepare(settings(source))
+    assert not (folder.parent / "seen").exists()
     monkeypatch.setattr(build, "write", None)
     assert prepare(settings(source)) == folder
     os.utime(source / "00.txt")

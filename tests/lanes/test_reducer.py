@@ -9,7 +9,8 @@ from torch import nn
 
 from lanewise.config import Optimizer
 from lanewise.lanes.adamw import ShardedAdamW
-from lanewise.lanes.flat import lay_out
+from lanewise.lanes.copies import Copies
+from lanewise.lanes.flat import Held, lay_out
 from lanewise.lanes.reducer import Reducer
 from lanewise.lanes.vote import Ballot, Voter
 from lanewise.models.spec import ParamSpec
@@ -49,9 +50,11 @@ def train(rank, size, lanes, microbatches, zero, dtype=torch.float32, steps=3, p
     group = dist.group.WORLD if size > 1 else None
     model = Toy()
     values = [(n, p.detach().clone()) for n, p in model.named_parameters()]
-    buckets = lay_out(list(model.named_parameters()), model.table(), dtype, 0.005, size, rank)
+    copies = Copies(group, size, rank)
+    named = list(model.named_parameters())
+    buckets = lay_out(named, model.table(), lambda spec: Held((0,) * len(spec.shape), 0, 1, copies), dtype, 0.005)
     assert len(buckets) >= 3
-    optimizer = ShardedAdamW(Optimizer(lr=0.01), buckets, group, zero)
+    optimizer = ShardedAdamW(Optimizer(lr=0.01), buckets, zero)
     with torch.no_grad():
         for part in optimizer.parts:
             for place in part.bucket.places:
@@ -59,8 +62,8 @@ def train(rank, size, lanes, microbatches, zero, dtype=torch.float32, steps=3, p
                 part.bucket.weights[place.start : place.stop] = value
                 a, b = max(part.start, place.start), min(part.stop, place.stop)
                 part.master[max(a - part.start, 0) : max(b - part.start, 0)] = value[a - place.start : b - place.start]
-    reducer = Reducer(buckets, lanes, microbatches, group, size, rank, zero == 2)
-    voter = Voter(buckets, group)
+    reducer = Reducer(buckets, lanes, microbatches, size, rank, zero == 2)
+    voter = Voter(buckets, {name: [p.numel()] for name, p in named}, group)
     losses, norms = [], []
     for step in range(steps):
         ballot = Ballot(lanes, torch.device("cpu"))
@@ -73,8 +76,7 @@ def train(rank, size, lanes, microbatches, zero, dtype=torch.float32, steps=3, p
                 loss.backward()
                 reducer.end()
                 ballot.add(lane, loss.detach(), 3 + lane, torch.tensor([[lane, 1]]))
-        chunks = reducer.finish()
-        verdict = voter.vote(ballot, chunks, stop=False)
+        verdict, chunks = voter.vote(ballot, reducer.finish(), stop=False)
         losses.append(verdict.loss)
         norms.append(verdict.gradient_norm)
         assert verdict.tokens == microbatches * sum(3 + lane for lane in range(lanes))

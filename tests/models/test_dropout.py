@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lanewise.models.dropout import dropout
+from lanewise.models.dropout import dropout, fold
 
 SIZE = (8, 128, 256)
 N = 8 * 128 * 256
@@ -18,6 +18,16 @@ def kept(key, layer=0, p=0.5):
 def test_rate(p, key):
     dropped = (~kept(key, p=p)).float().mean().item()
     assert abs(dropped - p) < 5 * (p * (1 - p) / N) ** 0.5
+
+
+def test_layers_of_layers_are_unrelated():
+    """A block's key folded from the slot's, then told apart within the block."""
+    key = torch.tensor(3)
+    masks = [dropout(torch.ones(SIZE), 0.5, fold(key, i), j).flatten() != 0 for i in range(4) for j in (0, 1)]
+    masks += [kept(3, layer) for layer in range(4)]
+    for i, a in enumerate(masks):
+        for b in masks[:i]:
+            assert abs(agreement(a, b)) < 5
 
 
 def agreement(a, b):
@@ -71,6 +81,7 @@ def test_mask_is_pinned():
         return x ^ x >> 16
 
     key, layer = 0x123456789ABCDEF0, 5
-    a, b = mix(mix(key % 2**32) ^ layer * 0x9E3779B9 % 2**32), mix(key >> 32)
-    expected = [mix(mix(i ^ a) ^ mix(a ^ b)) >= 2**31 for i in range(1000)]
+    low = mix(mix(key % 2**32) ^ layer * 0x9E3779B9 % 2**32)
+    high = mix(key >> 32 ^ mix(low)) // 2
+    expected = [mix(mix(i ^ low) ^ high) >= 2**31 for i in range(1000)]
     assert (dropout(torch.ones(1000), 0.5, torch.tensor(key), layer) != 0).tolist() == expected

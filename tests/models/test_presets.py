@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Qwen2Config, Qwen3Config
 
 from lanewise.config import load_model, presets
+from lanewise.errors import UserError
 from lanewise.models.build import build
 
 LLAMA3 = {"vocab_size": 128256, "num_key_value_heads": 8}
@@ -88,3 +89,9 @@ def test_table_agrees_with_the_model(name):
     assert ("head.weight" in aliases) == load_model({"preset": name} | extra).tie_embeddings
     buffers = [n for n in model.state_dict() if n not in {spec.name for spec in table}]
     assert all(n.endswith("router.expert_bias") for n in buffers)
+
+
+def test_llama3_scaling_needs_room_between_its_bounds():
+    scaling = {"kind": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}
+    with pytest.raises(UserError, match="high_freq_factor must exceed low_freq_factor"):
+        load_model({"preset": "tiny-dense", "rope_scaling": scaling})

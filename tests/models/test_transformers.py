@@ -142,7 +142,7 @@ def test_logits(case, tmp_path):
     assert expected.std() > 0.1
 
 
-def test_scaling_is_seen(tmp_path):
+def test_scaling_is_seen():
     """The scaled cases above would prove nothing if 64 tokens did not feel the scaling."""
     tokens = torch.arange(64)[None]
     logits = {}

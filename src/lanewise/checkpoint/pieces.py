@@ -54,6 +54,11 @@ class Entry:
             at += prod(sizes)
         return cls(tuple(shape), part.dtype, pieces)
 
+    def inside(self, shape: Sequence[int], offsets: Sequence[int]) -> "Entry":
+        """The same pieces, seen as pieces of the tensor of `shape` in which this one is the box at `offsets`."""
+        moved = [Piece(tuple(a + b for a, b in zip(offsets, p.offsets, strict=True)), p.tensor) for p in self.pieces]
+        return Entry(tuple(shape), self.dtype, moved)
+
 
 State = Mapping[str, Entry]
 

@@ -27,17 +27,19 @@ def run(arguments: argparse.Namespace) -> int:
     from lanewise.elastic.world import connect
     from lanewise.evaluation import evaluate
     from lanewise.generation import restore
+    from lanewise.parallel.layout import Layout
+    from lanewise.parallel.mesh import Mesh
     from lanewise.runfolder import tokenizer_of
 
     checkpoint = locate(arguments.path)
     model, settings = restore(checkpoint)
     # As many threads as in training: the number is part of what defines the bits.
-    world = connect(0, 1, 0, None, settings.train.threads, settings.train.deterministic)
+    mesh = Mesh(connect(0, 1, 0, None, settings.train.threads, settings.train.deterministic), Layout())
     limit, size = arguments.sequences, settings.batch.size
     if arguments.source is None:
         data = settings.data
         dataset = Dataset(prepare(data), data, settings.batch, settings.train.seed)
-        loss, tokens = evaluate(model, lambda i: dataset.held(i, size, limit), dataset.held_batches(size, limit), world)
+        loss, tokens = evaluate(model, lambda i: dataset.held(i, size, limit), dataset.held_batches(size, limit), mesh)
     else:
         # Every window of the text once: one pass of a run with one lane, in order.
         tokenizer = str(tokenizer_of(checkpoint))
@@ -48,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         dataset = Dataset(prepare(data), data, batch, seed=0, epochs=1)
         batches = dataset.steps_per(1)
         batches = min(batches, -(-limit // size)) if limit else batches
-        loss, tokens = evaluate(model, lambda i: dataset.slot(i + 1, 0, 0), batches, world)
+        loss, tokens = evaluate(model, lambda i: dataset.slot(i + 1, 0, 0), batches, mesh)
     if tokens == 0:
         raise UserError("there is no held-out text: set data.held_out above 0, or name some with --source")
     facts = {"checkpoint": str(checkpoint), "source": data.source, "loss": loss, "tokens": tokens}

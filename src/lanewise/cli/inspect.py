@@ -22,6 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
     checkpoint = locate(arguments.path)
     stored = Stored(checkpoint)
     meta = stored.manifest.meta
+    axes = meta["layout"].get("axes", "")
     parameters = [shape for name, (shape, _) in stored.forms.items() if name.startswith("model/")]
     facts = {
         "checkpoint": str(checkpoint),
@@ -29,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
         "updates": meta["progress"]["updates"],
         "tokens": meta["progress"]["tokens"],
         "skipped": meta["progress"]["skipped"],
-        "layout": f"{meta['layout']['replicas']} replicas, ZeRO {meta['layout']['zero']}",
+        "layout": f"{meta['layout']['replicas']} replicas{axes and f' of {axes}'}, ZeRO {meta['layout']['zero']}",
         "parameters": sum(prod(shape) for shape in parameters),
         "bytes": stored.nbytes,
         "health": health(arguments.path),

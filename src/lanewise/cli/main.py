@@ -10,8 +10,11 @@ from lanewise.errors import EXIT_FAILED, EXIT_USER, UserError
 
 VERBS = {
     "train": "train a model: the main job",
+    "prove": "check a layout against one process, parameter by parameter",
     "eval": "loss of a checkpoint on held-out or other text",
     "generate": "continue a text with a checkpoint",
+    "export": "write a checkpoint as a Hugging Face folder",
+    "import": "make a run's folder from a Hugging Face folder",
     "inspect": "look into a run or checkpoint: step, layout, sizes, weights hash, health",
     "doctor": "is this machine fit; what is missing",
 }

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lanewise import config
 from lanewise.elastic import environment, launcher
 from lanewise.errors import EXIT_USER, UserError
-from lanewise.lanes.assignment import lanes_of
+from lanewise.parallel.layout import Layout, check
 from lanewise.runfolder import open_run
 
 if TYPE_CHECKING:
@@ -26,7 +26,9 @@ EXAMPLE = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs="*", metavar="RUN.TOML | section.key=value", help="run file and overrides")
     parser.add_argument("--workers", type=int, help="local processes (default: what the machine can use)")
-    parser.add_argument("--layout", default="", help="axes inside a replica; empty: every worker is a replica")
+    parser.add_argument(
+        "--layout", help="axes inside a replica, as in tp2; what is left of the workers becomes replicas"
+    )
     parser.add_argument("--out", type=Path, help="folder of the run (default: runs/NAME)")
     parser.add_argument("--resume", default="auto", metavar="auto|never|PATH", help="go on with a run (default: auto)")
     parser.add_argument("--until", type=int, metavar="STEP", help="stop after this step with a checkpoint")
@@ -44,15 +46,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace, place: environment.Place | None) -> int:
-    files = [w for w in arguments.words if "=" not in w]
-    if len(files) > 1:
-        raise UserError(f"more than one run file: {', '.join(files)} (overrides are written section.key=value)")
-    settings = config.load(files[0] if files else None, [w for w in arguments.words if "=" in w])
+    layout = [] if arguments.layout is None else [f'layout.axes="{arguments.layout}"']
+    settings = config.load_words([*arguments.words, *layout])
     if arguments.show_config:
         sys.stdout.write(config.dump(settings))
         return 0
-    if arguments.layout:
-        raise UserError(f"--layout {arguments.layout}: this version only has replicas; leave --layout out")
     if arguments.until is not None and arguments.until < 1:
         raise UserError(f"--until {arguments.until}: steps count from 1")
     if place is not None:
@@ -61,7 +59,7 @@ def _run(arguments: argparse.Namespace, place: environment.Place | None) -> int:
     workers = arguments.workers if arguments.workers is not None else _usable(settings)
     if workers < 1:
         raise UserError(f"--workers {workers}: at least one worker is needed")
-    lanes_of(0, workers, settings.batch.lanes)
+    check(Layout.parse(settings.layout.axes), settings, workers)
     launcher.warm_up()
     job = _prepare(settings, arguments)
     with open_run(job.run, job.out, job.resume, job.data):
@@ -91,7 +89,7 @@ def _join(place: environment.Place, settings: config.Run, arguments: argparse.Na
 
     if arguments.workers not in (None, place.world):
         raise UserError(f"--workers {arguments.workers}: {place.launcher} started {place.world}; leave --workers out")
-    lanes_of(0, place.world, settings.batch.lanes)
+    check(Layout.parse(settings.layout.axes), settings, place.world)
 
     locks = []  # held until the process ends
 
@@ -113,7 +111,8 @@ def _join(place: environment.Place, settings: config.Run, arguments: argparse.Na
 
 
 def _usable(settings: config.Run) -> int:
-    """Workers this machine can keep busy: one per GPU, or the cores divided by the threads of each."""
+    """Workers this machine can keep busy, in whole replicas: one per GPU, or the cores by the threads of each."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-    return max(1, min(settings.batch.lanes, gpus or cores // settings.train.threads))
+    replica = Layout.parse(settings.layout.axes).size
+    return replica * max(1, min(settings.batch.lanes, (gpus or cores // settings.train.threads) // replica))

@@ -50,10 +50,10 @@ def write(files: list[sources.File], data: config.Data, folder: Path, progress: 
         for (_, side), parts in groupby(encoded, key=lambda part: part[0][:2]):
             for _, encoded_piece in parts:
                 sides[side].add(encoded_piece)
+                if time.monotonic() > told + 5:
+                    told = time.monotonic()
+                    progress(f"{sum(writer.tokens for writer in sides.values()):,} tokens so far")
             counts["empty"] += not sides[side].close_document()
-            if time.monotonic() > told + 5:
-                told = time.monotonic()
-                progress(f"{sum(writer.tokens for writer in sides.values()):,} tokens so far")
     finally:
         for writer in sides.values():
             writer.close()
@@ -128,7 +128,7 @@ def _encoded(found: Iterator[Piece], encode: tokenizer.Encoder) -> Iterator[tupl
     size = 0
     for piece in found:
         batch.append(piece)
-        size += len(piece.text)
+        size += len(piece.text) + 256  # a piece takes room itself
         if size >= BATCH:
             yield from zip(batch, encode([p.text for p in batch]), strict=True)
             batch, size = [], 0

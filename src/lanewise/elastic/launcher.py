@@ -55,10 +55,7 @@ def launch(job: Any, workers: int) -> int:
     """
     context = warm_up()
     board = Board(context, workers)
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))  # the kernel picks a free port, and the socket itself is handed to rank 0
-    listener.listen()
-    port = listener.getsockname()[1]
+    listener, port = listening_socket()
     processes, pipes = [], []
     for rank in range(workers):
         ours, theirs = context.Pipe(duplex=False)
@@ -79,6 +76,15 @@ def launch(job: Any, workers: int) -> int:
             if sys.stdout.isatty():  # a worker that was killed could not end its live display
                 sys.stdout.write(SHOW_CURSOR)
                 sys.stdout.flush()
+
+
+def listening_socket() -> tuple[socket.socket, int]:
+    """A socket listening on a port of 127.0.0.1 that the kernel chose. Rank 0 gets the socket itself, not the number
+    of a port that someone else may take in between."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    return listener, listener.getsockname()[1]
 
 
 def _enter(module: str, *arguments: Any) -> None:

@@ -38,6 +38,10 @@ class World:
             dist.destroy_process_group(patient)
         return values
 
+    def members(self, replica: int) -> list[dict[str, Any]]:
+        """Who takes part: rank, pid, host and replica of each process, by rank."""
+        return self.gather({"rank": self.rank, "pid": os.getpid(), "host": socket.gethostname(), "replica": replica})
+
 
 def connect(
     rank: int, size: int, local_rank: int, store: dist.Store | None, threads: int, deterministic: bool

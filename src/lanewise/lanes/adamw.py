@@ -1,4 +1,4 @@
-"""AdamW on flat chunks: each replica updates what it owns (ZeRO-1/2) or everything (ZeRO-0).
+"""AdamW on flat chunks: each copy updates what it owns (ZeRO-1/2) or everything (ZeRO-0).
 
 Bits do not depend on the chunk: the update is elementwise, and chunks are cut at block boundaries.
 """
@@ -14,9 +14,7 @@ from torch.optim.adamw import adamw
 
 from lanewise.config import Optimizer
 from lanewise.lanes.flat import Bucket, Place
-
-# The same collective under its name since torch 2.13, where the old one warns.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from lanewise.lanes.wire import gather
 
 
 @dataclass
@@ -42,14 +40,11 @@ class ShardedAdamW:
     """AdamW over buckets (Loshchilov & Hutter, arXiv:1711.05101), with fp32 master weights.
 
     In fp32 the masters are the model's own weights; in bf16 they are a separate fp32 chunk.
-    zero: 0 updates everything on every replica; 1 and 2 update the own chunk and all-gather the weights.
+    zero: 0 updates everything on every copy; 1 and 2 update the own chunk and all-gather the weights.
     """
 
-    def __init__(
-        self, config: Optimizer, buckets: Sequence[Bucket], group: dist.ProcessGroup | None, zero: int
-    ) -> None:
-        self.config, self.group = config, group
-        self.sharded = zero > 0 and group is not None
+    def __init__(self, config: Optimizer, buckets: Sequence[Bucket], zero: int) -> None:
+        self.config, self.sharded = config, zero > 0
         self.parts = [self._part(bucket) for bucket in buckets]
 
     def _part(self, bucket: Bucket) -> Part:
@@ -64,25 +59,29 @@ class ShardedAdamW:
             return None
         return 0.0 if place.spec.kind in self.config.no_decay else self.config.weight_decay
 
-    def gather_gradients(self, chunks: Sequence[Tensor]) -> list[Tensor]:
-        """ZeRO-0: every replica gets every chunk. Else the chunks themselves."""
-        if self.sharded or self.group is None:
+    def _gradients(self, chunks: Sequence[Tensor]) -> list[Tensor]:
+        """What the parts are updated with. ZeRO-0: every copy gets every chunk. Else the chunks themselves."""
+        if self.sharded:
             return list(chunks)
-        full = [
-            torch.empty(part.bucket.size, dtype=torch.float32, device=c.device)
-            for part, c in zip(self.parts, chunks, strict=True)
-        ]
-        works = [all_gather(f, c, group=self.group, async_op=True) for f, c in zip(full, chunks, strict=True)]
+        full, works = [], []
+        for tag, (part, chunk) in enumerate(zip(self.parts, chunks, strict=True)):
+            group = part.bucket.copies.group
+            if group is None:
+                full.append(chunk)
+                continue
+            gradient = torch.empty(part.bucket.size, dtype=torch.float32, device=chunk.device)
+            gradient[part.bucket.own] = chunk
+            works += gather(gradient, group, tag)
+            full.append(gradient)
         for work in works:
-            assert work is not None
             work.wait()
         return full
 
     def step(self, chunks: Sequence[Tensor], divisor: float, lr: float, update: int) -> None:
-        """Update number `update` (from 0) with gradients chunks / divisor; then every replica's weights are new."""
-        works = []
+        """Update number `update` (from 0) with gradients chunks / divisor; then every copy's weights are new."""
+        works: list[dist.Work] = []
         scale = torch.tensor(divisor, dtype=torch.float32, device=chunks[0].device)
-        for part, gradient in zip(self.parts, self.gather_gradients(chunks), strict=True):
+        for tag, (part, gradient) in enumerate(zip(self.parts, self._gradients(chunks), strict=True)):
             for decay, a, b in self._segments(part):
                 adamw(
                     [part.master[a:b]],
@@ -102,10 +101,9 @@ class ShardedAdamW:
                     grad_scale=scale,
                     found_inf=None,
                 )
-            works.append(self._publish(part))
+            works += self._publish(part, tag)
         for work in works:
-            if work is not None:
-                work.wait()
+            work.wait()
 
     def _segments(self, part: Part) -> Iterator[tuple[float, int, int]]:
         """(decay, from, to) of the part: runs of parameters with the same decay, padding with its left neighbour."""
@@ -118,16 +116,14 @@ class ShardedAdamW:
             if decay is not None:
                 yield decay, start, end
 
-    def _publish(self, part: Part) -> dist.Work | None:
+    def _publish(self, part: Part, tag: int) -> list[dist.Work]:
         weights = part.bucket.weights[part.start : part.stop]
         if weights.dtype != torch.float32:
             weights.copy_(part.master)
-        if not self.sharded:
-            return None
-        return all_gather(part.bucket.weights, weights, group=self.group, async_op=True)
+        group = part.bucket.copies.group
+        return gather(part.bucket.weights, group, tag) if self.sharded and group is not None else []
 
     def publish(self) -> None:
-        """Bring the model's weights up to date with the masters, on every replica."""
-        for work in [self._publish(part) for part in self.parts]:
-            if work is not None:
-                work.wait()
+        """Bring the model's weights up to date with the masters, on every copy."""
+        for work in [work for tag, part in enumerate(self.parts) for work in self._publish(part, tag)]:
+            work.wait()

@@ -1,4 +1,4 @@
-"""Flat buckets: parameters laid end to end in a few long vectors, cut in equal chunks, one for each replica.
+"""Flat buckets: parameters laid end to end in a few long vectors, cut in equal chunks, one for each of their copies.
 
 Everything between backward and the next forward (lane sums, exchange, norm, optimizer) then works on long contiguous
 vectors. Every parameter starts at a multiple of `block` elements and every chunk is a whole number of blocks, so
@@ -9,12 +9,14 @@ vectors. Every parameter starts at a multiple of `block` elements and every chun
 Where a parameter lies in a bucket depends on the model and `layout.bucket_mb`, not on the number of replicas.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from lanewise.lanes.copies import Copies
 from lanewise.models.spec import ParamSpec
 
 MIN_BLOCK = 1024
@@ -30,11 +32,25 @@ def block_size(numel: int) -> int:
 
 
 @dataclass(frozen=True)
+class Held:
+    """What this rank holds of a parameter: one box of it, held by `copies`.
+
+    offsets: where the box begins in the whole. index: its number among the `boxes` the parameter is cut into.
+    """
+
+    offsets: tuple[int, ...]
+    index: int
+    boxes: int
+    copies: Copies
+
+
+@dataclass(frozen=True)
 class Place:
-    """Where a parameter lies in its bucket."""
+    """Where a parameter, or the part of it that this rank holds, lies in its bucket."""
 
     spec: ParamSpec
     parameter: nn.Parameter
+    held: Held
     start: int
 
     @property
@@ -43,21 +59,22 @@ class Place:
 
 
 class Bucket:
-    """One flat vector of weights, its parameters' places in it, and this replica's chunk of it.
+    """One flat vector of weights, its parameters' places in it, and this rank's chunk of it.
 
-    weights: [size] in the compute dtype, size = replicas * chunk; the parameters become views of it.
+    weights: [size] in the compute dtype, size = copies * chunk; the parameters become views of it.
     """
 
-    def __init__(self, places: Sequence[Place], dtype: torch.dtype, block: int, replicas: int, replica: int) -> None:
+    def __init__(self, places: Sequence[Place], dtype: torch.dtype, block: int) -> None:
         self.places = places
         self.block = block
+        self.copies = copies = places[0].held.copies
         self.used = _round_up(places[-1].stop, block)
-        self.chunk = -(-self.used // (block * replicas)) * block
-        self.size = self.chunk * replicas
-        self.own = slice(replica * self.chunk, (replica + 1) * self.chunk)
+        self.chunk = -(-self.used // (block * copies.size)) * block
+        self.size = self.chunk * copies.size
+        self.own = slice(copies.rank * self.chunk, (copies.rank + 1) * self.chunk)
         self.weights = torch.zeros(self.size, dtype=dtype, device=places[0].parameter.device)
         for place in places:
-            place.parameter.data = self.weights[place.start : place.stop].view(place.spec.shape)
+            place.parameter.data = self.weights[place.start : place.stop].view(place.parameter.shape)
 
     def overlaps(self, start: int, stop: int) -> Iterator[tuple[Place, int, int]]:
         """(place, from, to) of each parameter that has elements in [start, stop) of the bucket; in bucket positions."""
@@ -70,48 +87,56 @@ class Bucket:
 def lay_out(
     named: Sequence[tuple[str, nn.Parameter]],
     table: Sequence[ParamSpec],
+    held: Callable[[ParamSpec], Held],
     dtype: torch.dtype,
     bucket_mb: float,
-    replicas: int,
-    replica: int,
 ) -> list[Bucket]:
     """Buckets of about `bucket_mb` MB (fp32), filled in the reverse of `named`: backward's order, roughly.
 
+    named: the parameters of this rank, which are its boxes of those in the whole model's `table`; `held` says which.
+    What other copies hold goes into other buckets. Which parameters share a bucket is the same on all ranks that hold
+    boxes of the same ones, even if their boxes are not of one size: they exchange in the same order.
     dtype: what the model computes in; its parameters become views of the buckets' weights of that dtype.
     """
     specs = {spec.name: spec for spec in table}
-    block = block_size(sum(p.numel() for _, p in named))
+    block = block_size(sum(math.prod(spec.shape) for spec in table))
     most = int(bucket_mb * 2**20 / 4)
-    buckets: list[Bucket] = []
-    places: list[Place] = []
-    start = 0
+    buckets: list[list[Place]] = []
+    filling: dict[Copies, tuple[list[Place], int]] = {}
     for name, parameter in reversed(named):
-        places.append(Place(specs[name], parameter, start))
-        start = _round_up(start + parameter.numel(), block)
-        if start >= most:
-            buckets.append(Bucket(places, dtype, block, replicas, replica))
-            places, start = [], 0
-    if places:
-        buckets.append(Bucket(places, dtype, block, replicas, replica))
-    return buckets
+        spec, here = specs[name], held(specs[name])
+        if here.copies not in filling:
+            buckets.append([])
+            filling[here.copies] = buckets[-1], 0
+        places, size = filling[here.copies]
+        places.append(Place(spec, parameter, here, _round_up(places[-1].stop, block) if places else 0))
+        size += _round_up(math.prod(spec.shape) // here.boxes, block)
+        filling[here.copies] = places, size
+        if size >= most:
+            del filling[here.copies]
+    return [Bucket(places, dtype, block) for places in buckets]
 
 
 def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def norm_positions(buckets: Sequence[Bucket]) -> tuple[list[Tensor], int]:
+def norm_positions(buckets: Sequence[Bucket], numels: Mapping[str, Sequence[int]]) -> tuple[list[Tensor], int]:
     """For each bucket the model-wide position of each of its blocks [size // block] (-1: padding), and their number.
 
-    The order is by parameter name, so that it does not depend on how parameters are grouped into buckets or stages.
+    The order is by parameter name and box, so that it does not depend on how they are grouped into buckets or stages.
+    numels: the elements of each box of each parameter of the whole model.
     """
-    places = sorted((p.spec.name, i, p) for i, bucket in enumerate(buckets) for p in bucket.places)
-    positions = [torch.full((bucket.size // bucket.block,), -1, dtype=torch.int64) for bucket in buckets]
+    block = buckets[0].block
+    firsts: dict[tuple[str, int], int] = {}
     total = 0
-    for _, i, place in places:
-        block = buckets[i].block
-        count = -(-place.parameter.numel() // block)
-        first = place.start // block
-        positions[i][first : first + count] = torch.arange(total, total + count)
-        total += count
+    for name in sorted(numels):
+        for index, numel in enumerate(numels[name]):
+            firsts[name, index] = total
+            total += -(-numel // block)
+    positions = [torch.full((bucket.size // block,), -1, dtype=torch.int64) for bucket in buckets]
+    for bucket, position in zip(buckets, positions, strict=True):
+        for place in bucket.places:
+            first, count = firsts[place.spec.name, place.held.index], -(-place.parameter.numel() // block)
+            position[place.start // block :][:count] = torch.arange(first, first + count)
     return positions, total

@@ -3,7 +3,10 @@
 Within a lane the microbatches' gradients add up in order, in fp32; across lanes along the canonical tree. A replica
 adds up the tree nodes that lie inside its range of lanes and the exchange does the rest:
 
-    all-to-all (each replica gets its chunk of everyone's nodes) -> tree sum of the chunks
+    all-to-all (each copy gets its chunk of everyone else's nodes) -> tree sum of the chunks
+
+Where a replica's ranks each have a part of the gradient (`Copies`), they take part in the same exchange: a tree for
+each part, then the sum of the parts.
 
 On the wire this is the first half of a ring all-reduce. The second half, the all-gather, belongs to the optimizer:
 with ZeRO-1/2 it carries updated weights, with ZeRO-0 the reduced gradient.
@@ -12,7 +15,7 @@ A bucket leaves as soon as its last gradient has arrived, and buckets leave in t
 their collectives would not match.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,6 +24,7 @@ from torch import Tensor
 from lanewise.lanes.assignment import lanes_of
 from lanewise.lanes.flat import Bucket
 from lanewise.lanes.tree import TreeSum, cover
+from lanewise.lanes.wire import Message, exchange, others
 
 
 class Reducer:
@@ -37,7 +41,6 @@ class Reducer:
         buckets: Sequence[Bucket],
         lanes: int,
         microbatches: int,
-        group: dist.ProcessGroup | None,
         replicas: int,
         replica: int,
         free_early: bool,
@@ -45,7 +48,7 @@ class Reducer:
         self.lanes, self.microbatches = lanes, microbatches
         self.mine = lanes_of(replica, replicas, lanes)
         nodes = [cover(r.start, r.stop, lanes) for r in (lanes_of(other, replicas, lanes) for other in range(replicas))]
-        self.sums = [_BucketSum(b, lanes, group, nodes, replica, free_early) for b in buckets]
+        self.sums = [_BucketSum(i, b, lanes, nodes, free_early) for i, b in enumerate(buckets)]
         self._launched = 0
         for bucket_sum in self.sums:
             for index in bucket_sum.trainable:
@@ -77,11 +80,15 @@ class Reducer:
             self.sums[self._launched].launch()
             self._launched += 1
 
-    def finish(self) -> list[Tensor]:
-        """This replica's chunk of each bucket's gradient, summed over all lanes: [chunk] fp32, valid until `begin`."""
+    def finish(self) -> Iterator[Tensor]:
+        """This rank's chunk of each bucket's gradient, summed over all lanes: [chunk] fp32, valid until `begin`.
+
+        Each is yielded as it arrives: what is done with one overlaps with the exchange of the next.
+        """
         assert self._launched == len(self.sums), "a lane is missing"
         self._launched = 0
-        return [bucket_sum.finish() for bucket_sum in self.sums]
+        for bucket_sum in self.sums:
+            yield bucket_sum.finish()
 
     def abandon(self) -> None:
         """Forget a step that did not finish."""
@@ -95,18 +102,18 @@ class _BucketSum:
 
     def __init__(
         self,
+        index: int,
         bucket: Bucket,
         lanes: int,
-        group: dist.ProcessGroup | None,
         nodes: Sequence[list[tuple[int, int]]],
-        replica: int,
         free_early: bool,
     ) -> None:
-        self.bucket, self.lanes, self.group = bucket, lanes, group
-        self.nodes, self.replica, self.free_early = nodes, replica, free_early
+        self.index, self.bucket, self.lanes = index, bucket, lanes
+        self.copies, self.free_early = bucket.copies, free_early
+        self.nodes = [replica for replica in nodes for _ in range(self.copies.parts)]  # of each copy, in rank order
         self.trainable = [i for i, place in enumerate(bucket.places) if place.parameter.requires_grad]
         self.pool: list[Tensor] = []
-        self.reduced: Tensor | None = None
+        self.inbox: dict[tuple[int, int], Tensor] = {}  # by sender and by which of its nodes
         self.reset()
 
     def reset(self) -> None:
@@ -114,7 +121,6 @@ class _BucketSum:
         self.target: Tensor | None = None
         self.tree = TreeSum[Tensor](self.lanes, self._merge)
         self.works: list[dist.Work] = []
-        self.received: list[Tensor] = []
 
     # ---------------------------------------------------------------------------------------- one microbatch
 
@@ -138,7 +144,7 @@ class _BucketSum:
         """Add one parameter's gradient; True if it was the last one that the exchange of this bucket waited for."""
         assert self.target is not None
         place = self.bucket.places[index]
-        part = self.target[place.start : place.stop].view(place.spec.shape)
+        part = self.target[place.start : place.stop].view(place.parameter.shape)
         if self.fresh:
             part.copy_(gradient)
         else:
@@ -188,53 +194,47 @@ class _BucketSum:
     # -------------------------------------------------------------------------------------------- the exchange
 
     def launch(self) -> None:
-        """Send each replica its chunk of this replica's nodes; one all-to-all for each rank of node.
-
-        A replica has few nodes, mostly one. Sending the j-th node of every replica in the j-th call needs no packing:
-        a flat buffer already lies chunk by chunk in the order of the replicas.
-        """
+        """Send every other copy its chunk of this one's nodes. A replica has few nodes, mostly one."""
         self.ready = False
-        if self.group is None:
+        if self.copies.group is None:
             return
-        chunk = self.bucket.chunk
-        for j in range(max(len(n) for n in self.nodes)):
-            have = [j < len(n) for n in self.nodes]
-            mine = self.tree.nodes[j].value if have[self.replica] else self.bucket.weights.new_empty(0).float()
-            received = torch.empty(sum(have) * chunk, dtype=torch.float32, device=mine.device)
-            work = dist.all_to_all_single(
-                received,
-                mine,
-                output_split_sizes=[h * chunk for h in have],
-                input_split_sizes=[have[self.replica] * chunk] * len(have),
-                group=self.group,
-                async_op=True,
-            )
-            assert work is not None
-            self.works.append(work)
-            self.received.append(received)
+        most = max(len(nodes) for nodes in self.nodes)
+        sends, receives = [], []
+        for peer in others(self.copies.rank, self.copies.size):
+            for j, node in enumerate(self.tree.nodes):
+                chunk = node.value[peer * self.bucket.chunk :][: self.bucket.chunk]
+                sends.append(Message(chunk, peer, self.index * most + j))
+            for j in range(len(self.nodes[peer])):
+                if (peer, j) not in self.inbox:
+                    self.inbox[peer, j] = self.tree.nodes[0].value.new_empty(self.bucket.chunk)
+                receives.append(Message(self.inbox[peer, j], peer, self.index * most + j))
+        self.works = exchange(sends, receives, self.copies.group)
 
     def finish(self) -> Tensor:
-        if self.group is None:
-            root = self.tree.root()
-            self.pool.append(root)  # reused at the next step's first microbatch, after the optimizer has read it
-            self.reset()
-            return root
-        for work in self.works:
-            work.wait()
-        sent = [node.value for node in self.tree.nodes]
-        if self.free_early:
-            self.pool.clear()
+        if self.copies.group is None:
+            reduced = self.tree.root()
+            self.pool.append(reduced)  # written again only after `begin`
         else:
-            self.pool += sent
-        del sent
-        chunk = self.bucket.chunk
-        chunks = [iter(received.split(chunk)) for received in self.received]
-        tree = TreeSum[Tensor](self.lanes, lambda left, right: left.add_(right))
-        for nodes in self.nodes:
-            for j, (start, size) in enumerate(nodes):
-                tree.push(start, next(chunks[j]), size)
-        if self.reduced is None:
-            self.reduced = torch.empty(chunk, dtype=torch.float32, device=self.bucket.weights.device)
-        self.reduced.copy_(tree.root())
+            for work in self.works:
+                work.wait()
+            self.pool += [node.value for node in self.tree.nodes]
+            reduced = self._sum_received()
+        if self.free_early:
+            reduced = reduced.clone() if self.inbox else reduced
+            self.pool.clear()
+            self.inbox.clear()
         self.reset()
-        return self.reduced
+        return reduced
+
+    def _sum_received(self) -> Tensor:
+        """This copy's chunk of everyone's nodes, added along one tree for each part; in place, where the chunks lie."""
+        trees = [TreeSum[Tensor](self.lanes, lambda left, right: left.add_(right)) for _ in range(self.copies.parts)]
+        for copy, nodes in enumerate(self.nodes):
+            for j, (start, size) in enumerate(nodes):
+                mine = copy == self.copies.rank
+                chunk = self.tree.nodes[j].value[self.bucket.own] if mine else self.inbox[copy, j]
+                trees[copy % self.copies.parts].push(start, chunk, size)
+        total, *rest = (tree.root() for tree in trees)
+        for part in rest:
+            total.add_(part)
+        return total

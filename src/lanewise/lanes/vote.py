@@ -1,10 +1,10 @@
 """The vote that makes a step true or void: one small fp64 all-reduce, exact in any order.
 
-Each number in it is either filled in by one replica and zero on the others (losses by lane, norm by block), or an
+Each number in it is either filled in by one rank and zero on the others (losses by lane and part, norm by block), or an
 integer below 2^53. Adding zeros and such integers is exact, so the sum has the same bits on any number of replicas.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,48 +35,66 @@ class Verdict:
 
 
 class Ballot:
-    """One replica's part of the vote, filled in as its lanes run."""
+    """One rank's part of the vote, filled in as its lanes run. The tokens of a microbatch may be divided among the
+    ranks of a replica in `parts`, of which this rank has number `part`, or None: another one speaks for it."""
 
-    def __init__(self, lanes: int, device: torch.device) -> None:
-        self.loss = torch.zeros(lanes, dtype=torch.float64, device=device)
+    def __init__(self, lanes: int, device: torch.device, parts: int = 1, part: int | None = 0) -> None:
+        self.part = part
+        self.loss = torch.zeros(lanes, parts, dtype=torch.float64, device=device)
         self.tokens = torch.zeros(lanes, dtype=torch.float64, device=device)
         self.counts: Tensor | None = None
 
     def add(self, lane: int, nll_sum: Tensor, valid: int, counts: Tensor | None) -> None:
-        """One microbatch: sum of its token losses, its valid labels, tokens sent to each expert (None: no experts)."""
-        self.loss[lane] += nll_sum.double()
-        self.tokens[lane] += valid
+        """One microbatch: sum of its token losses, its valid labels, own tokens sent to each expert (None: no experts).
+
+        valid counts the whole microbatch: the first part speaks for it. Experts' tokens add up over all ranks.
+        """
+        if self.part is not None:
+            self.loss[lane, self.part] += nll_sum.double()
+        if self.part == 0:
+            self.tokens[lane] += valid
         if counts is not None:
             self.counts = counts.double() if self.counts is None else self.counts + counts
 
 
 class Voter:
-    """Casts and counts the ballots of all replicas."""
+    """Casts and counts the ballots of all ranks (`group`; None for one alone).
 
-    def __init__(self, buckets: Sequence[Bucket], group: dist.ProcessGroup | None) -> None:
+    numels: the elements of each box of each parameter of the whole model.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], numels: Mapping[str, Sequence[int]], group: dist.ProcessGroup | None
+    ) -> None:
         self.buckets, self.group = buckets, group
-        self.positions, self.blocks = norm_positions(buckets)
+        self.positions, self.blocks = norm_positions(buckets, numels)
 
-    def vote(self, ballot: Ballot, chunks: Sequence[Tensor], stop: bool) -> Verdict:
-        """Raises no error on non-finite numbers: they reach every replica and the step is void on all of them."""
+    def vote(self, ballot: Ballot, chunks: Iterable[Tensor], stop: bool) -> tuple[Verdict, list[Tensor]]:
+        """The verdict, and the reduced chunks, which are looked at as they arrive.
+
+        Raises no error on non-finite numbers: they reach every replica and the step is void on all of them.
+        """
         squares = ballot.loss.new_zeros(self.blocks)
+        arrived = []
         for bucket, positions, chunk in zip(self.buckets, self.positions, chunks, strict=True):
             first = bucket.own.start // bucket.block
             mine = positions[first : first + bucket.chunk // bucket.block].to(squares.device)
             real = mine >= 0
             squares[mine[real]] = block_squares(chunk, bucket.block)[real]
+            arrived.append(chunk)
         flag = ballot.loss.new_tensor([float(stop)])
         counts = [] if ballot.counts is None else [ballot.counts.flatten()]
-        parts = [ballot.loss, ballot.tokens, flag, squares, *counts]
+        parts = [ballot.loss.flatten(), ballot.tokens, flag, squares, *counts]
         numbers = torch.cat(parts)
         if self.group is not None:
             dist.all_reduce(numbers, group=self.group)
         losses, tokens, flag, squares, *counts = numbers.split([p.numel() for p in parts])
         valid = int(tokens.sum().item())
-        return Verdict(
+        verdict = Verdict(
             loss=losses.sum().item() / max(valid, 1),
             gradient_norm=squares.sum().sqrt().item() / max(valid, 1),
             tokens=valid,
             counts=counts[0].view_as(ballot.counts).to(torch.int64) if ballot.counts is not None else None,
             stop=flag.item() > 0,
         )
+        return verdict, arrived

@@ -1,56 +1,69 @@
 """The dense family: Llama 3 (arXiv:2407.21783), Qwen2 (arXiv:2407.10671), Qwen3 (arXiv:2505.09388)."""
 
+import torch
 from torch import Tensor, nn
 
 from lanewise.config import DenseModel
-from lanewise.models.attention import causal_attention
 from lanewise.models.base import LanguageModel
-from lanewise.models.dropout import dropout
+from lanewise.models.dropout import dropout, fold
 from lanewise.models.feedforward import FeedForward
 from lanewise.models.linear import Linear
-from lanewise.models.loss import cross_entropy_sum
 from lanewise.models.norm import RMSNorm
 from lanewise.models.rotary import Angles, Rotary, rotate
-from lanewise.models.spec import Output
+from lanewise.models.seams import ALONE, Seams
+from lanewise.models.spec import Cut, Output
 
 
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions; q and k normalised per head if `qk_norm`."""
+
+    seams: Seams = ALONE
 
     def __init__(self, config: DenseModel, softmax_factor: float) -> None:
         super().__init__()
         width, std, bias = config.head_size, config.init_std, config.qkv_bias
         self.width = width
         self.scale = width**-0.5 * softmax_factor
-        self.q = Linear(config.hidden, config.heads * width, std, bias)
-        self.k = Linear(config.hidden, config.kv_heads * width, std, bias)
-        self.v = Linear(config.hidden, config.kv_heads * width, std, bias)
-        self.o = Linear(config.heads * width, config.hidden, std)
+        # Key/value heads stay with the queries they serve; if there are too few to go round, all ranks hold them all.
+        heads, kv_heads = config.heads, config.kv_heads
+        self.q = Linear(config.hidden, heads * width, std, bias, tp=Cut(0, kv_heads, heads))
+        self.k = Linear(config.hidden, kv_heads * width, std, bias, tp=Cut(0, kv_heads))
+        self.v = Linear(config.hidden, kv_heads * width, std, bias, tp=Cut(0, kv_heads))
+        self.o = Linear(heads * width, config.hidden, std, tp=Cut(1, kv_heads, heads))
+        self.serving: list[int] | None = None  # the key/value head of each query head, if not of N/G neighbours each
         self.q_norm = RMSNorm(width, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(width, config.norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x_BTH: Tensor, angles: Angles) -> Tensor:
+        """x and the output are of own tokens."""
+        x_BTH = self.seams.whole(x_BTH)
         q, k, v = (project(x_BTH).unflatten(-1, (-1, self.width)) for project in (self.q, self.k, self.v))
+        if self.serving is not None:
+            k, v = k[:, :, self.serving], v[:, :, self.serving]
         q_BNTD = rotate(self.q_norm(q).transpose(1, 2), angles, interleaved=False)
         k_BGTD = rotate(self.k_norm(k).transpose(1, 2), angles, interleaved=False)
-        out: Tensor = self.o(causal_attention(q_BNTD, k_BGTD, v.transpose(1, 2), self.scale).flatten(2))
-        return out
+        k, v = self.seams.everywhere(torch.cat((k_BGTD.transpose(1, 2), v), -1)).split(self.width, dim=-1)
+        out_BTX = self.seams.attend(q_BNTD, k.transpose(1, 2), v.transpose(1, 2), self.scale).flatten(2)
+        return self.seams.joined(self.o(out_BTX))
 
 
 class Block(nn.Module):
-    def __init__(self, config: DenseModel, index: int, softmax_factor: float) -> None:
+    seams: Seams = ALONE
+
+    def __init__(self, config: DenseModel, softmax_factor: float) -> None:
         super().__init__()
-        self.index, self.dropout = index, config.dropout
+        self.dropout = config.dropout
         self.attention_norm = RMSNorm(config.hidden, config.norm_eps)
         self.attention = Attention(config, softmax_factor)
         self.ffn_norm = RMSNorm(config.hidden, config.norm_eps)
         self.ffn = FeedForward(config.hidden, config.ffn_hidden, config.init_std)
 
     def forward(self, x_BTH: Tensor, angles: Angles, key: Tensor | None) -> Tensor:
+        numbers = self.seams.numbers()
         y = self.attention(self.attention_norm(x_BTH), angles)
-        x_BTH = x_BTH + dropout(y, self.dropout, key, 2 * self.index)
-        y = self.ffn(self.ffn_norm(x_BTH))
-        return x_BTH + dropout(y, self.dropout, key, 2 * self.index + 1)
+        x_BTH = x_BTH + dropout(y, self.dropout, key, 0, numbers)
+        y = self.seams.joined(self.ffn(self.seams.whole(self.ffn_norm(x_BTH))))
+        return x_BTH + dropout(y, self.dropout, key, 1, numbers)
 
 
 class Dense(LanguageModel):
@@ -58,20 +71,20 @@ class Dense(LanguageModel):
         super().__init__(config)
         self.rotary = Rotary(config.head_size, config.rope_theta, config.rope_scaling)
         for index in range(config.layers):
-            self.layers[str(index)] = Block(config, index, self.rotary.softmax_factor)
+            self.layers[str(index)] = Block(config, self.rotary.softmax_factor)
 
     def trunk(self, tokens_BT: Tensor, key: Tensor | None) -> Tensor:
         """Last hidden states, normalised: [B, T, H]."""
-        angles = self.rotary.angles(tokens_BT.shape[1], tokens_BT.device)
-        x_BTH = self.embed(tokens_BT)
-        for block in self.layers.values():
-            x_BTH = block(x_BTH, angles, key)
+        angles = self.rotary.angles(tokens_BT.shape[1], tokens_BT.device).at(self.seams.positions)
+        x_BTH = self.seams.embedded(self.seams.share(tokens_BT), self.embed.weight)
+        for index, block in self.layers.items():
+            x_BTH = block(x_BTH, angles, fold(key, int(index)))
         hidden_BTH: Tensor = self.norm(x_BTH)
         return hidden_BTH
 
     def forward(self, tokens_BT: Tensor, labels_BT: Tensor, key: Tensor | None = None) -> Output:
         hidden_BTH = self.trunk(tokens_BT, key if self.training else None)
-        nll = cross_entropy_sum(hidden_BTH, self.head.weight, labels_BT)
+        nll = self.seams.loss(hidden_BTH, self.head.weight, self.seams.share(labels_BT))
         return Output(nll, nll.detach(), None)
 
     def logits(self, tokens_BT: Tensor) -> Tensor:

@@ -11,30 +11,35 @@ from torch import Tensor
 
 from lanewise.config import DeepSeekModel
 from lanewise.models.feedforward import swiglu
-from lanewise.models.spec import Declared, ParamSpec
+from lanewise.models.seams import ALONE, Seams
+from lanewise.models.spec import Cut, Declared, ParamSpec
 
 
 class Experts(Declared):
     """E SwiGLU experts. Stacked, an expert that gets no token still gets a gradient: zero."""
 
+    seams: Seams = ALONE
+
     def __init__(self, config: DeepSeekModel) -> None:
         super().__init__()
         E, F, H = config.experts, config.expert_hidden, config.hidden
+        self.count = E
 
-        def stack(name: str, outputs: int, inputs: int) -> torch.nn.Parameter:
-            return self.declare(ParamSpec(name, (E, outputs, inputs), "expert", "normal", config.init_std))
+        def stack(name: str, outputs: int, inputs: int, inner: int) -> torch.nn.Parameter:
+            cuts = {"ep": Cut(0, E), "tp": Cut(inner, F)}
+            return self.declare(ParamSpec(name, (E, outputs, inputs), "expert", "normal", config.init_std, cuts=cuts))
 
-        self.gate, self.up, self.down = stack("gate", F, H), stack("up", F, H), stack("down", H, F)
+        self.gate, self.up, self.down = stack("gate", F, H, 1), stack("up", F, H, 1), stack("down", H, F, 2)
 
     @torch.compiler.disable  # how many tokens an expert gets is data; each product is one library call anyway
     def forward(self, x_SH: Tensor, experts_SK: Tensor, weights_SK: Tensor) -> Tensor:
         """Sum over each token's experts of weight * expert(x): [S, H]."""
         order_P = experts_SK.flatten().argsort(stable=True)  # pairs (token, choice), sorted by expert
         place_SK = order_P.argsort().view(experts_SK.shape)  # where each pair went
-        sizes = torch.bincount(experts_SK.flatten(), minlength=len(self.gate)).tolist()
-        x_PH = _Send.apply(x_SH, order_P, place_SK)
+        sizes = torch.bincount(experts_SK.flatten(), minlength=self.count).tolist()
+        x_PH, sizes, back = self.seams.dispatched(_Send.apply(x_SH, order_P, place_SK), sizes)
         inner_PF = swiglu(_Grouped.apply(x_PH, self.gate, sizes), _Grouped.apply(x_PH, self.up, sizes))
-        y_SKH = _Return.apply(_Grouped.apply(inner_PF, self.down, sizes), order_P, place_SK)
+        y_SKH = _Return.apply(back(_Grouped.apply(inner_PF, self.down, sizes)), order_P, place_SK)
         return (y_SKH * weights_SK[..., None]).sum(1).to(x_SH.dtype)
 
 

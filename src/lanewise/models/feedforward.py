@@ -4,6 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lanewise.models.linear import Linear
+from lanewise.models.spec import Cut
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -13,9 +14,9 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 class FeedForward(nn.Module):
     def __init__(self, width: int, inner: int, std: float) -> None:
         super().__init__()
-        self.gate = Linear(width, inner, std)
-        self.up = Linear(width, inner, std)
-        self.down = Linear(inner, width, std)
+        self.gate = Linear(width, inner, std, tp=Cut(0, inner))
+        self.up = Linear(width, inner, std, tp=Cut(0, inner))
+        self.down = Linear(inner, width, std, tp=Cut(1, inner))
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down(swiglu(self.gate(x), self.up(x)))

@@ -3,14 +3,20 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lanewise.models.spec import Declared, Kind, ParamSpec
+from lanewise.models.spec import Cut, Declared, Kind, ParamSpec
 
 
 class Linear(Declared):
-    def __init__(self, inputs: int, outputs: int, std: float, bias: bool = False, kind: Kind = "linear") -> None:
+    """tp: how tensor parallelism cuts it: dim 0, the outputs (and the bias), or dim 1, the inputs."""
+
+    def __init__(
+        self, inputs: int, outputs: int, std: float, bias: bool = False, kind: Kind = "linear", tp: Cut | None = None
+    ) -> None:
         super().__init__()
-        self.weight = self.declare(ParamSpec("weight", (outputs, inputs), kind, "normal", std))
-        self.bias = self.declare(ParamSpec("bias", (outputs,), "bias", "zeros")) if bias else None
+        cuts = {"tp": tp} if tp else {}
+        self.weight = self.declare(ParamSpec("weight", (outputs, inputs), kind, "normal", std, cuts=cuts))
+        assert not (bias and tp and tp.dim == 1), "each rank would add the bias to its partial sum"
+        self.bias = self.declare(ParamSpec("bias", (outputs,), "bias", "zeros", cuts=cuts)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -19,7 +25,8 @@ class Linear(Declared):
 class Embedding(Declared):
     def __init__(self, rows: int, width: int, std: float, aliases: tuple[str, ...] = ()) -> None:
         super().__init__()
-        self.weight = self.declare(ParamSpec("weight", (rows, width), "embedding", "normal", std, aliases))
+        cuts = {"tp": Cut(0, rows)}
+        self.weight = self.declare(ParamSpec("weight", (rows, width), "embedding", "normal", std, aliases, cuts))
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         return F.embedding(tokens_BT, self.weight)

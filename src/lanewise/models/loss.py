@@ -32,13 +32,12 @@ class _CrossEntropySum(torch.autograd.Function):
             total -= logp.gather(1, labels).masked_fill(ignored, 0).sum()
             if dx_SH is None and dw_VH is None:
                 continue
-            # d(-log p[label]) / d logits = softmax - one-hot
-            g = logp.exp_().scatter_add_(1, labels, logp.new_full((), -1).expand(labels.shape))
-            g = g.masked_fill_(ignored, 0).to(x_SH.dtype)
+            # d(-log p[label]) / d logits = softmax - one-hot. Ignored rows are cut out at width H, not at width V.
+            g = logp.exp_().scatter_add_(1, labels, logp.new_full((), -1).expand(labels.shape)).to(x_SH.dtype)
             if dx_SH is not None:
-                dx_SH[part] = g @ weight_VH
+                dx_SH[part] = (g @ weight_VH).masked_fill_(ignored, 0)
             if dw_VH is not None:
-                dw_VH += g.T @ x_SH[part]
+                dw_VH += g.T @ x_SH[part].masked_fill(ignored, 0)
         ctx.save_for_backward(dx_SH, None if dw_VH is None else dw_VH.to(weight_VH.dtype))
         return total
 

@@ -4,10 +4,11 @@ import torch
 from torch import Tensor, nn
 
 from lanewise.config import DeepSeekModel
-from lanewise.models.attention import causal_attention
 from lanewise.models.linear import Linear
 from lanewise.models.norm import RMSNorm
 from lanewise.models.rotary import Angles, rotate
+from lanewise.models.seams import ALONE, Seams
+from lanewise.models.spec import Cut
 
 
 class LatentAttention(nn.Module):
@@ -16,6 +17,8 @@ class LatentAttention(nn.Module):
     This is the training form: keys and values are expanded per head, and attention is the ordinary one. Rotary
     channels are paired (2i, 2i+1), as in the published weights.
     """
+
+    seams: Seams = ALONE
 
     def __init__(self, config: DeepSeekModel, softmax_factor: float) -> None:
         super().__init__()
@@ -27,22 +30,26 @@ class LatentAttention(nn.Module):
         narrow = config.q_lora_rank
         self.q_down = Linear(hidden, narrow, std) if narrow else nn.Identity()
         self.q_norm = RMSNorm(narrow, config.norm_eps) if narrow else nn.Identity()
-        self.q_up = Linear(narrow or hidden, heads * width, std)
+        self.q_up = Linear(narrow or hidden, heads * width, std, tp=Cut(0, heads))
         self.kv_down = Linear(hidden, self.rank + self.turned, std)
         self.kv_norm = RMSNorm(self.rank, config.norm_eps)
-        self.kv_up = Linear(self.rank, heads * (self.plain + self.value), std)
-        self.o = Linear(heads * self.value, hidden, std)
+        self.kv_up = Linear(self.rank, heads * (self.plain + self.value), std, tp=Cut(0, heads))
+        self.o = Linear(heads * self.value, hidden, std, tp=Cut(1, heads))
 
     def forward(self, x_BTH: Tensor, angles: Angles) -> Tensor:
-        q_BTND = self.q_up(self.q_norm(self.q_down(x_BTH))).unflatten(-1, (-1, self.plain + self.turned))
+        """x and the output are of own tokens; the narrow latents of all tokens are what meets."""
+        whole = self.seams.whole
+        q_BTND = self.q_up(whole(self.q_norm(self.q_down(x_BTH)))).unflatten(-1, (-1, self.plain + self.turned))
         q_plain, q_turned = q_BTND.transpose(1, 2).split([self.plain, self.turned], dim=-1)
         q_BNTD = torch.cat((q_plain, rotate(q_turned, angles, interleaved=True)), dim=-1)
 
         latent, k_turned = self.kv_down(x_BTH).split([self.rank, self.turned], dim=-1)
-        kv_BTND = self.kv_up(self.kv_norm(latent)).unflatten(-1, (-1, self.plain + self.value))
+        latent, k_turned = whole(torch.cat((self.kv_norm(latent), k_turned), -1)).split([self.rank, self.turned], -1)
+        k_turned = rotate(k_turned[:, None], angles, interleaved=True).squeeze(1)
+        latent, k_turned = self.seams.everywhere(torch.cat((latent, k_turned), -1)).split([self.rank, self.turned], -1)
+        kv_BTND = self.kv_up(latent).unflatten(-1, (-1, self.plain + self.value))
         k_plain, v_BNTC = kv_BTND.transpose(1, 2).split([self.plain, self.value], dim=-1)
-        k_turned = rotate(k_turned[:, None], angles, interleaved=True)
+        k_turned = k_turned[:, None]
         k_BNTD = torch.cat((k_plain, k_turned.expand(-1, k_plain.shape[1], -1, -1)), dim=-1)
 
-        out: Tensor = self.o(causal_attention(q_BNTD, k_BNTD, v_BNTC, self.scale).flatten(2))
-        return out
+        return self.seams.joined(self.o(self.seams.attend(q_BNTD, k_BNTD, v_BNTC, self.scale).flatten(2)))

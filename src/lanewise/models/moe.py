@@ -8,6 +8,7 @@ from lanewise.config import DeepSeekModel
 from lanewise.models.experts import Experts
 from lanewise.models.feedforward import FeedForward
 from lanewise.models.router import Router, balance_loss, count
+from lanewise.models.seams import ALONE, Seams
 
 
 class Routing(NamedTuple):
@@ -22,6 +23,8 @@ class Routing(NamedTuple):
 
 
 class MoE(nn.Module):
+    seams: Seams = ALONE
+
     def __init__(self, config: DeepSeekModel) -> None:
         super().__init__()
         self.router = Router(config)
@@ -30,9 +33,12 @@ class MoE(nn.Module):
         self.shared = FeedForward(config.hidden, shared, config.init_std) if shared else None
 
     def forward(self, x_BTH: Tensor, valid_BT: Tensor) -> tuple[Tensor, Routing]:
+        """x and valid are of own tokens, and so is the output."""
         scores, chosen, weights = self.router(x_BTH)
+        counts_E = count(chosen, valid_BT, scores.shape[-1]).sum(0)
+        balance = balance_loss(scores, valid_BT, chosen.shape[-1], self.seams.total)
+        x_BTH, chosen, weights = (self.seams.whole(t) for t in (x_BTH, chosen, weights))
         y_BTH = self.experts(x_BTH.flatten(0, 1), chosen.flatten(0, 1), weights.flatten(0, 1)).view_as(x_BTH)
         if self.shared is not None:
             y_BTH = y_BTH + self.shared(x_BTH)
-        counts_E = count(chosen, valid_BT, scores.shape[-1]).sum(0)
-        return y_BTH, Routing(balance_loss(scores, valid_BT, chosen.shape[-1]), counts_E)
+        return self.seams.joined(y_BTH), Routing(balance, counts_E)

@@ -5,6 +5,7 @@ or cast never carries stale ones.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,10 @@ class Angles(NamedTuple):
 
     cos: Tensor
     sin: Tensor
+
+    def at(self, positions: Callable[[Tensor], Tensor]) -> "Angles":
+        """Those of some positions."""
+        return Angles(positions(self.cos), positions(self.sin))
 
 
 class Rotary:

@@ -1,5 +1,6 @@
 """Which experts a token goes to, and what keeps their loads even (arXiv:2412.19437, section 2.1.2)."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -7,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lanewise.config import DeepSeekModel
+from lanewise.models.seams import ALONE
 from lanewise.models.spec import Declared, ParamSpec
 
 
@@ -62,7 +64,9 @@ def count(experts_BTK: Tensor, valid_BT: Tensor, experts: int) -> Tensor:
     return ones.new_zeros(len(ones), experts).scatter_add_(1, experts_BTK.flatten(1), ones)
 
 
-def balance_loss(scores_BTE: Tensor, valid_BT: Tensor, chosen: int) -> Tensor:
+def balance_loss(
+    scores_BTE: Tensor, valid_BT: Tensor, chosen: int, total: Callable[[Tensor], Tensor] = ALONE.total
+) -> Tensor:
     """Sequence-wise balance loss, equations 17-20, of each sequence times its number of valid tokens n, summed.
 
     Per sequence: n sum_e f_e P_e, where f_e = E/(K n) * (tokens whose K highest affinities include e) and P_e is e's
@@ -71,8 +75,10 @@ def balance_loss(scores_BTE: Tensor, valid_BT: Tensor, chosen: int) -> Tensor:
     """
     experts = scores_BTE.shape[-1]
     best_BTK = scores_BTE.detach().topk(chosen, dim=-1).indices
-    load_BE = count(best_BTK, valid_BT, experts).to(scores_BTE.dtype)
+    # n and f_e are of whole sequences; the rest is a sum over tokens, of which each rank gives its own
+    counts = torch.cat((count(best_BTK, valid_BT, experts), valid_BT.sum(1, keepdim=True)), dim=1)
+    load_BE, tokens_B1 = total(counts).split([experts, 1], dim=1)
     share_BTE = scores_BTE / scores_BTE.sum(-1, keepdim=True)
     share_BE = (share_BTE * valid_BT[..., None]).sum(1)
-    tokens_B = valid_BT.sum(1).clamp(min=1)  # a sequence without valid tokens has load 0, not 0/0
+    tokens_B = tokens_B1.squeeze(1).clamp(min=1)  # a sequence without valid tokens has load 0, not 0/0
     return ((load_BE * share_BE).sum(1) * (experts / chosen) / tokens_B).sum()

@@ -1,6 +1,7 @@
 """What a model says about its parameters, and what its forward returns."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -11,12 +12,25 @@ IGNORE = -100  # a label that is not predicted: padding, prompts, the end of a d
 Kind = Literal["embedding", "head", "norm", "bias", "linear", "router", "expert"]
 
 
+class Cut(NamedTuple):
+    """How an axis of ranks cuts a parameter: along `dim`, between `units` of equal size (heads, channels, experts).
+
+    finer: into how many smaller units instead when ranks outnumber `units`; with 0 the parameter is then not cut.
+    """
+
+    dim: int
+    units: int
+    finer: int = 0
+
+
 @dataclass(frozen=True)
 class ParamSpec:
     """One parameter: the row of a model's table, on which sharding, decay, initial values and checkpoints rest.
 
     `shape` is the whole, unsharded tensor's. `aliases` are other paths that reach the same tensor (tied weights):
     it is one parameter, counted, stored and updated once.
+    `cuts` says which axes may cut it. Every other axis that divides the work of a replica holds a copy of it, and each
+    copy's gradient is a part of the whole: they are summed.
     """
 
     name: str
@@ -25,6 +39,7 @@ class ParamSpec:
     init: Literal["normal", "ones", "zeros"]
     std: float = 0.0
     aliases: tuple[str, ...] = ()
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
 
 
 class Output(NamedTuple):

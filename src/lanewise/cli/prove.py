@@ -1,0 +1,52 @@
+"""Check a layout against one process: loss, every gradient, the norm, weights after three steps, evaluation, state."""
+
+import argparse
+from typing import Any
+
+from lanewise import config
+from lanewise.elastic import launcher
+from lanewise.errors import UserError
+
+EXAMPLE = """examples:
+  lanewise prove --layout tp2                      the default model, shrunk
+  lanewise prove run.toml --layout tp2 --workers 4    and that replicas on top change no bit
+  lanewise prove run.toml --layout tp2 --full      the model at its own size"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("words", nargs="*", metavar="RUN.TOML | section.key=value", help="run file and overrides")
+    parser.add_argument("--layout", help="axes inside a replica (default: the run file's)")
+    parser.add_argument("--workers", type=int, help="local processes (default: one replica)")
+    parser.add_argument("--full", action="store_true", help="do not shrink the model and batch")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from lanewise.parallel.layout import Layout, check
+    from lanewise.parallel.shrink import shrink
+
+    settings = config.load_words(arguments.words)
+    layout = Layout.parse(settings.layout.axes if arguments.layout is None else arguments.layout)
+    workers = arguments.workers if arguments.workers is not None else layout.size
+    if workers < 1:
+        raise UserError(f"--workers {workers}: at least one worker is needed")
+    if not arguments.full:
+        settings = shrink(settings, layout)
+    elif settings.model.vocab_size == 0:
+        raise UserError("--full needs the vocabulary's size: set model.vocab_size")
+    check(layout, settings, workers)
+    return launcher.launch(_proof(provable(settings), layout, arguments.json), workers)
+
+
+def provable(settings: config.Run) -> config.Run:
+    """fp32, and an epsilon that keeps Adam's update a smooth function of the gradient: with the usual one, a gradient
+    that is zero but for rounding moves its weight by a whole learning rate in a random direction."""
+    optimizer = settings.optimizer.model_copy(update={"eps": 1e-5})
+    train = settings.train.model_copy(update={"precision": "fp32", "compile": False})
+    return settings.model_copy(update={"optimizer": optimizer, "train": train})
+
+
+def _proof(settings: config.Run, layout: Any, as_json: bool) -> Any:
+    launcher.warm_up()
+    from lanewise.parallel.prove import Proof
+
+    return Proof(settings, layout, as_json)

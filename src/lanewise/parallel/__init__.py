@@ -1,0 +1,1 @@
+"""How one replica spreads over ranks: one file for each axis, `build` applies them in order."""

@@ -1,0 +1,52 @@
+"""From a run and a mesh to this rank's part of the model: the axes in one order, the same for every model."""
+
+import torch
+
+from lanewise.config import Run
+from lanewise.models.base import LanguageModel
+from lanewise.models.build import build
+from lanewise.models.dense import Attention
+from lanewise.parallel.boxes import box, cut_axes
+from lanewise.parallel.mesh import Mesh
+from lanewise.parallel.spread import Spread
+
+
+def build_part(run: Run, mesh: Mesh) -> LanguageModel:
+    """The model, its parameters being this rank's boxes, uninitialised. `table()` is still the whole model's.
+
+    Nothing larger than this rank's part is ever allocated.
+    """
+    with torch.device("meta"):
+        model = build(run.model)
+    _cut_parameters(model, mesh)
+    model.to_empty(device=mesh.world.device)
+    for buffer in model.buffers():
+        buffer.zero_()
+    if mesh.layout.size > 1:
+        seams = Spread(mesh, run.batch, run.model.vocab_size)
+        for module in model.modules():
+            if hasattr(module, "seams"):
+                module.seams = seams  # type: ignore[assignment]
+    return model
+
+
+def _cut_parameters(model: LanguageModel, mesh: Mesh) -> None:
+    for spec in model.table():
+        path, _, name = spec.name.rpartition(".")
+        module = model.get_submodule(path)
+        if cut_axes(spec, mesh.size):
+            shape = box(spec, mesh.size, mesh.at).shape
+            setattr(module, name, torch.nn.Parameter(torch.empty(shape, device="meta")))
+    for module in model.modules():
+        if isinstance(module, Attention):
+            _serve(module, mesh)
+
+
+def _serve(attention: Attention, mesh: Mesh) -> None:
+    """Where all ranks hold all key/value heads, tell each which of them its queries need."""
+    q, k = attention.q.specs["weight"], attention.k.specs["weight"]
+    if cut_axes(q, mesh.size) and not cut_axes(k, mesh.size):
+        mine = box(q, mesh.size, mesh.at)
+        neighbours = q.shape[0] // k.shape[0]
+        first = mine.offsets[0] // attention.width
+        attention.serving = [head // neighbours for head in range(first, first + mine.shape[0] // attention.width)]

@@ -1,0 +1,55 @@
+"""The same model, small: every structure that a layout can get wrong stays, the sizes that only cost time go."""
+
+from typing import Any
+
+from lanewise.config import DeepSeekModel, ModelBase, Run
+from lanewise.parallel.layout import Layout
+
+WIDTH = 64
+
+
+def shrink(run: Run, layout: Layout) -> Run:
+    """Heads, groups, biases, ties, extra prediction depths and dropout are kept; so is whether sizes divide by tp.
+
+    Layers, widths, experts, vocabulary, sequence and batch are cut down to what the layout needs.
+    """
+    model = run.model
+    sizes: dict[str, Any] = {
+        "hidden": min(model.hidden, WIDTH + model.hidden % layout.tp),
+        "ffn_hidden": min(model.ffn_hidden, WIDTH + model.ffn_hidden % layout.tp),
+        "vocab_size": min(model.vocab_size or 259, 256 + model.vocab_size % layout.tp),
+        "layers": min(model.layers, max(2 * layout.pp + model.layers % layout.pp, 3)),
+    }
+    sizes |= _of_deepseek(model, layout) if isinstance(model, DeepSeekModel) else {"head_dim": 8}
+    stride = 2 * layout.cp * layout.tp
+    batch = run.batch.model_copy(
+        update={
+            "sequence_length": stride * -(-16 // stride),
+            "microbatches": min(run.batch.microbatches, 2),
+            "size": layout.fsdp * layout.ep * min(run.batch.size, 2),
+        }
+    )
+    return run.model_copy(update={"model": _checked(model, sizes), "batch": batch})
+
+
+def _of_deepseek(model: DeepSeekModel, layout: Layout) -> dict[str, Any]:
+    groups = min(model.expert_groups, 4)
+    group = min(model.experts // model.expert_groups, max(4, -(-2 * layout.ep // groups)))
+    open_groups = min(model.groups_per_token, groups)
+    return {
+        "q_lora_rank": min(model.q_lora_rank, 24),
+        "kv_lora_rank": min(model.kv_lora_rank, 16),
+        "qk_nope_head_dim": min(model.qk_nope_head_dim, 8),
+        "qk_rope_head_dim": min(model.qk_rope_head_dim, 4),
+        "v_head_dim": min(model.v_head_dim, 8),
+        "dense_layers": min(model.dense_layers, 1),
+        "experts": groups * group,
+        "expert_groups": groups,
+        "groups_per_token": open_groups,
+        "experts_per_token": min(model.experts_per_token, max(open_groups * group // 2, 1)),
+        "expert_hidden": min(model.expert_hidden, 24 + model.expert_hidden % layout.tp),
+    }
+
+
+def _checked(model: ModelBase, sizes: dict[str, Any]) -> Any:
+    return type(model).model_validate(model.model_dump() | sizes)
