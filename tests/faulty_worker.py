@@ -47,12 +47,13 @@ def at(rank: int, step: int, phase: str, action: Callable[[], None]) -> Fault:
 
 
 def _at(where: int, step: int, phase: str, action: Callable[[], None], rank: int) -> None:
-    enter = Status.enter
+    enter, happened = Status.enter, False
 
     def entered(self: Status, name: str) -> None:
+        nonlocal happened
         enter(self, name)
-        if (rank, self.step, name) == (where, step, phase):
-            Status.enter = enter
+        if (rank, self.step, name) == (where, step, phase) and not happened:
+            happened = True
             action()
 
     Status.enter = entered

@@ -117,11 +117,11 @@ def test_eval_is_the_trainers_own_last_evaluation(
     trained: tuple[config.Run, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, out = trained
-    last = [event for event in records(out, "events") if event["event"] == "evaluated"][-1]
+    first, *_, last = [event for event in records(out, "events") if event["event"] == "evaluated"]
     facts = answer(capsys, "eval", str(out))
     assert last["step"] == 8
     assert (facts["loss"], facts["tokens"]) == (last["loss"], last["tokens"]), "to the last digit"
-    assert facts["loss"] < records(out, "events")[0]["loss"], "and it learned something"
+    assert facts["loss"] < first["loss"], "and it learned something"
     fewer = answer(capsys, "eval", str(out), "--sequences", "3")
     assert 0 < fewer["tokens"] < facts["tokens"]
 

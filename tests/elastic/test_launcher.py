@@ -31,7 +31,9 @@ def make(tmp_path: Path):
         pytest.param(
             at(1, 3, "backward", boom), "rank 1 failed at step 3 in backward: ArithmeticError: boom", id="H1-raises"
         ),
-        pytest.param(at(0, 2, "vote", boom), "rank 0 failed at step 2 in vote: ArithmeticError: boom", id="H1-rank-0"),
+        pytest.param(
+            at(0, 2, "exchange", boom), "rank 0 failed at step 2 in exchange: ArithmeticError: boom", id="H1-rank-0"
+        ),
         pytest.param(
             at(2, 1, "forward", deep_boom),
             "rank 2 failed at step 1 in forward: ArithmeticError",

@@ -13,9 +13,9 @@ def test_the_launcher_reads_each_rank() -> None:
     board = Board(multiprocessing.get_context("spawn"), 3)
     statuses = [Status(board, rank) for rank in range(3)]
     statuses[1].begin_step(7)
-    statuses[1].enter("vote")
+    statuses[1].enter("exchange")
     statuses[2].finished()
-    assert [board.read(rank)[:2] for rank in range(3)] == [(0, "start"), (7, "vote"), (0, "end")]
+    assert [board.read(rank)[:2] for rank in range(3)] == [(0, "start"), (7, "exchange"), (0, "end")]
     assert [board.read(rank)[3] for rank in range(3)] == [False, False, True]
     assert board.read(1)[2] == pytest.approx(time.time(), abs=5)
 
