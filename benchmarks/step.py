@@ -10,6 +10,7 @@ alone would take at the measured matmul ceiling.
 """
 
 import argparse
+import itertools
 import statistics
 import subprocess
 import sys
@@ -154,6 +155,7 @@ def our_replica(run: config.Run) -> Replica:
 
 def our_step(replica: Replica) -> Step:
     """The trainer's step without its data, records and checkpoints."""
+    updates = itertools.count()
 
     def step(tokens: Tensor, labels: Tensor) -> float:
         ballot = Ballot(1, torch.device("cpu"))
@@ -164,7 +166,7 @@ def our_step(replica: Replica) -> Step:
         ballot.add(0, output.nll_sum, labels.numel(), output.expert_counts)
         verdict, chunks = replica.voter.vote(ballot, replica.reducer.finish(), stop=False)
         shrink = min(1.0, CLIP / (verdict.gradient_norm + 1e-6))
-        replica.optimizer.step(chunks, verdict.tokens / shrink, LR, 0)
+        replica.optimizer.step(chunks, verdict.tokens / shrink, LR, next(updates))
         return verdict.loss
 
     return step

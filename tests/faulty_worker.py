@@ -1,6 +1,7 @@
 """A worker in which something goes wrong: the launcher is told to start this module's `work` instead of the real one.
 
-A fault is a function of the rank, called in the worker before it starts; it patches what is to go wrong.
+A fault is a function of the rank, called in the worker before it starts; it patches what is to go wrong. Workers import
+this module, so it imports nothing but what they have imported already.
 """
 
 import multiprocessing
@@ -14,15 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from lanewise import config, trainer, worker
+from lanewise import trainer, worker
 from lanewise.elastic import launcher
 from lanewise.elastic.status import Status
 from lanewise.job import Job
 from lanewise.lanes.keys import slot_key
 from lanewise.parallel.build import build_part
-from system import job
 
 Fault = Callable[[int], None]
 
@@ -40,28 +38,22 @@ def work(rank: int, size: int, given: FaultyJob, *arguments: Any) -> None:
     worker.work(rank, size, given, *arguments)
 
 
-def train_with(fault: Fault, run: config.Run, out: Path, workers: int, log: Path | None = None, **options: Any) -> int:
-    """`system.train` with a fault in the workers. With `log` they print as they would off a terminal."""
-    made = job(run, out, display="auto" if log else "none", **options)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launcher, "WORKER", "faulty_worker")
-        return launcher.launch(FaultyJob(**vars(made), fault=fault, log=log), workers)
-
-
 # ---------------------------------------------------------------------------------------------------------- faults
 
 
 def at(rank: int, step: int, phase: str, action: Callable[[], None]) -> Fault:
-    """`action` when that rank enters that phase of that step."""
+    """`action` when that rank enters that phase of that step for the first time."""
     return partial(_at, rank, step, phase, action)
 
 
 def _at(where: int, step: int, phase: str, action: Callable[[], None], rank: int) -> None:
-    enter = Status.enter
+    enter, happened = Status.enter, False
 
     def entered(self: Status, name: str) -> None:
+        nonlocal happened
         enter(self, name)
-        if (rank, self.step, name) == (where, step, phase):
+        if (rank, self.step, name) == (where, step, phase) and not happened:
+            happened = True
             action()
 
     Status.enter = entered
@@ -71,17 +63,9 @@ def boom() -> None:
     raise ArithmeticError("boom\nand more about it")
 
 
-def deep_boom(depth: int = 400) -> None:
-    """A traceback longer than a pipe holds: no two frames alike, or Python would fold them."""
-    source = "def f(n):\n" + "".join(
-        f"    if n == {i}:\n        f({i - 1})  # {'x' * 200}\n" for i in range(depth, 0, -1)
-    )
-    import linecache
-
-    linecache.cache["deep"] = (len(source), None, source.splitlines(True), "deep")
-    space: dict[str, Any] = {}
-    exec(compile(source + "    if n == 0:\n        raise ArithmeticError('deep boom')\n", "deep", "exec"), space)
-    space["f"](depth)
+def deep_boom() -> None:
+    """The error's text is longer than a pipe holds."""
+    raise ArithmeticError("deep boom " * 20_000)
 
 
 def terminated() -> None:

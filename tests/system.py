@@ -6,15 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from faulty_worker import Fault, FaultyJob
 from lanewise import config
 from lanewise.checkpoint.locate import locate
 from lanewise.checkpoint.stored import Stored
 from lanewise.checkpoint.weights_hash import weights_hash
 from lanewise.data.prepare import prepare
 from lanewise.data.store import read_meta
-from lanewise.elastic.launcher import launch
+from lanewise.elastic import launcher
 from lanewise.job import Job
 from lanewise.runfolder import open_run
 
@@ -52,15 +54,27 @@ def settings(folder: Path, source: Path, *overrides: str) -> config.Run:
 
 
 def job(run: config.Run, out: Path, **options: Any) -> Job:
-    """What `lanewise train` does between the command line and the launch."""
-    made = Job(run, prepare(run.data), out, **{"display": "none", **options})
-    open_run(made.run, made.out, made.resume, made.data)
-    return made
+    return Job(run, prepare(run.data), out, **{"display": "none", **options})
+
+
+def launched(given: Job, workers: int) -> int:
+    """What `lanewise train` does once it knows what to do; the exit code."""
+    with open_run(given.run, given.out, given.resume, given.data):
+        return launcher.launch(given, workers)
 
 
 def train(run: config.Run, out: Path, workers: int = 1, **options: Any) -> int:
     """Run it, or go on with it; the exit code. `options`: resume, until."""
-    return launch(job(run, out, **options), workers)
+    return launched(job(run, out, **options), workers)
+
+
+def train_with(fault: Fault, run: config.Run, out: Path, workers: int, log: Path | None = None, **options: Any) -> int:
+    """`train` with a fault in the workers. With `log` they print there, as they would off a terminal."""
+    made = job(run, out, **{"display": "auto" if log else "none", **options})
+    launcher.warm_up()  # with the real worker's imports
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launcher, "WORKER", "faulty_worker")
+        return launched(FaultyJob(**vars(made), fault=fault, log=log), workers)
 
 
 def records(out: Path, name: str = "metrics") -> list[dict[str, Any]]:
@@ -72,18 +86,17 @@ def tensors(path: Path, prefix: str) -> dict[str, torch.Tensor]:
     return dict(Stored(locate(path)).tensors(prefix))
 
 
+def hashes(path: Path) -> dict[str, Any]:
+    """Of what the newest checkpoint holds: weights, the optimizer's moments, the experts' biases."""
+    stored = Stored(locate(path))
+    kinds = ("model/", "exp_avg/", "exp_avg_sq/", "buffer/")
+    return {"step": stored.manifest.step, **{kind: weights_hash(stored.tensors(kind)) for kind in kinds}}
+
+
 def bits(out: Path) -> dict[str, Any]:
-    """Everything that must not depend on the layout, to the last bit: what each step printed and read, and hashes of
-    the weights, the optimizer's moments and the experts' biases."""
+    """Everything that must not depend on the layout, to the last bit: what each step printed and read, and `hashes`."""
     timed = ("time", "tokens_per_s")
     metrics = [{k: v for k, v in r.items() if k not in timed and not k.endswith("_s")} for r in records(out)]
     assert [r["step"] for r in metrics] == list(range(1, len(metrics) + 1)), "one line a step, in order"
     samples = records(out, "samples") if (out / "samples.jsonl").exists() else None
-    stored = Stored(locate(out))
-    kinds = ("model/", "exp_avg/", "exp_avg_sq/", "buffer/")
-    return {
-        "metrics": metrics,
-        "samples": samples,
-        "step": stored.manifest.step,
-        **{kind: weights_hash(stored.tensors(kind)) for kind in kinds},
-    }
+    return {"metrics": metrics, "samples": samples, **hashes(out)}

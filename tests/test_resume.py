@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from faulty_worker import at, killed, launcher_terminated, launcher_terminated_twice, terminated, train_with
+from faulty_worker import at, killed, launcher_terminated, launcher_terminated_twice, terminated
 from lanewise import config
 from lanewise.checkpoint.pieces import Entry
 from lanewise.checkpoint.store import Checkpoints
@@ -17,7 +17,19 @@ from lanewise.errors import UserError
 from lanewise.models.build import build
 from lanewise.parallel.mesh import Mesh
 from lanewise.replica import Replica
-from system import BASE, DEEPSEEK, DENSE, bits, records, sentences, settings, tensors, train, write_documents
+from system import (
+    BASE,
+    DEEPSEEK,
+    DENSE,
+    bits,
+    hashes,
+    records,
+    sentences,
+    settings,
+    train,
+    train_with,
+    write_documents,
+)
 
 EPOCHS = ["data.pack=document", "data.record_samples=true", "model.dropout=0.1", "train.epochs=2", "eval.every=3"]
 
@@ -26,17 +38,16 @@ EPOCHS = ["data.pack=document", "data.record_samples=true", "model.dropout=0.1",
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Callable[..., config.Run], dict[str, Any]]:
     """(how to make its settings, its bits): two epochs of a DeepSeek model with dropout, the last step part padding."""
     folder = tmp_path_factory.mktemp("run")
-    source = write_documents(folder / "text.jsonl", sentences(16))
+    source = write_documents(folder / "text.jsonl", sentences(10))
 
     def make(*overrides: str) -> config.Run:
         return settings(folder, source, *DEEPSEEK, *EPOCHS, *overrides)
 
     assert train(make(), folder / "out") == 0
     whole = bits(folder / "out")
-    windows = {slot_sample for slot in whole["samples"] for slot_sample in slot["samples"]}
-    epoch_ends = sum(sample.startswith("e0:") for sample in windows) / 8
-    assert whole["step"] == 6
-    assert 2 < epoch_ends < 4, "the first epoch ends between the stops below"
+    first_epoch = [slot for slot in whole["samples"] for sample in slot["samples"] if sample.startswith("e0:")]
+    assert (whole["step"], first_epoch[-1]["step"]) == (6, 3), "the epochs meet within the run"
+    assert whole["samples"][-1]["samples"] == []
     return make, whole
 
 
@@ -56,7 +67,7 @@ def test_C1_C2_C3_stop_and_go_on(tmp_path: Path, uninterrupted: Any, legs: list[
     make, whole = uninterrupted
     for until, workers, zero in legs:
         assert train(make(f"layout.zero={zero}"), tmp_path / "out", workers, until=until) == 0
-        assert records(tmp_path / "out")[-1]["step"] == until or whole["step"]
+        assert records(tmp_path / "out")[-1]["step"] == (until or whole["step"])
     assert bits(tmp_path / "out") == whole
     assert train(make(), tmp_path / "out") == 0, "a finished run has nothing to do"
     assert bits(tmp_path / "out") == whole
@@ -125,11 +136,7 @@ def test_a_named_checkpoint_starts_a_new_folder(tmp_path: Path, uninterrupted: A
     steps = records(tmp_path / "new")
     assert [line["step"] for line in steps] == [3, 4, 5, 6]
     assert [line["loss"] for line in steps] == [line["loss"] for line in whole["metrics"][2:]]
-    shutil.rmtree(tmp_path / "new" / "checkpoints" / "step-00000004")
-    (tmp_path / "new" / "metrics.jsonl").write_text("")
-    found = {kind: tensors(tmp_path / "new", kind) for kind in ("model/", "buffer/")}
-    assert train(make(), tmp_path / "again") == 0
-    assert all(torch.equal(found[k][n], t) for k in found for n, t in tensors(tmp_path / "again", k).items())
+    assert hashes(tmp_path / "new").items() <= whole.items()
 
 
 def test_a_changed_run_file_is_refused_and_names_the_key(
@@ -194,7 +201,7 @@ def test_C11_C12_frozen_and_idle_parameters_are_kept_and_loading_moves_nothing(t
     expected = {name: whole(entry).clone() for name, entry in source.state(share=True).items()}
     start = {name: whole(entry).clone() for name, entry in frozen_replica().state(share=True).items()}
     same = [n for n, t in expected.items() if n.startswith("model/") and torch.equal(t, start[n])]
-    assert same == ["model/layers.0.ffn.up.weight", "model/norm.weight"], "the frozen one, and an undecayed idle one"
+    assert set(same) == {"model/layers.0.ffn.up.weight", "model/norm.weight"}, "the frozen one and the idle one"
 
     def checkpoints() -> Checkpoints:
         return Checkpoints(tmp_path, keep=1, background=False, group=None, alarm=lambda *a: pytest.fail(str(a)))

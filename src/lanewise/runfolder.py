@@ -3,6 +3,7 @@
 import fcntl
 import os
 from pathlib import Path
+from typing import BinaryIO
 
 from lanewise.config import Run, differences, dump, load
 from lanewise.errors import UserError
@@ -10,12 +11,12 @@ from lanewise.errors import UserError
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
-def open_run(run: Run, out: Path, resume: str, data: Path) -> int:
+def open_run(run: Run, out: Path, resume: str, data: Path) -> BinaryIO:
     """Make `out` with its run.toml and the tokenizer of the prepared `data`, or check that the run in it is this one.
 
     resume: 'auto' goes on with the run in `out` if it is the same; 'never' wants an empty folder; else the path of a
     checkpoint or run to start a new folder from.
-    Returns a lock on the folder, held until this process ends however it ends: no two runs write into one folder.
+    Returns a lock on the folder, held until it is closed or this process ends: no two runs write into one folder.
     Raises UserError if `out` holds another run (naming the first keys that differ) or cannot be written.
     """
     file = out / "run.toml"
@@ -35,9 +36,9 @@ def open_run(run: Run, out: Path, resume: str, data: Path) -> int:
     return lock
 
 
-def _lock(out: Path) -> int:
+def _lock(out: Path) -> BinaryIO:
     """The lock dies with its process, so the file may stay."""
-    file = os.open(out / ".lock", os.O_CREAT | os.O_WRONLY)
+    file = (out / ".lock").open("ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -3,7 +3,6 @@
 Before the commit nothing has changed, after it everything has, on every replica.
 """
 
-import shlex
 import signal
 import time
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ from lanewise.checkpoint.manifest import Manifest, folder_of
 from lanewise.checkpoint.store import Checkpoints, Found
 from lanewise.data.dataset import Dataset
 from lanewise.data.tokenizer import load
-from lanewise.elastic.status import Status
+from lanewise.elastic.status import Board, Status
 from lanewise.elastic.world import World
 from lanewise.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE
 from lanewise.evaluation import evaluate
@@ -35,21 +34,25 @@ from lanewise.schedule import learning_rate
 
 
 class StopRequest:
-    """Set by any of the given signals; the run then finishes its step and stops.
+    """Asked by any of the given signals, or by the launcher; the run then finishes its step and stops.
 
     A second Ctrl-C kills. A second SIGTERM does not: whoever stops a whole group of processes may well send each of
     them two, one directly and one through its launcher.
     """
 
-    def __init__(self, *signals: signal.Signals) -> None:
-        self.asked = False
+    def __init__(self, *signals: signal.Signals, board: Board | None = None) -> None:
+        self.signalled, self.board = False, board
         for number in signals:
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, _frame: object) -> None:
-        self.asked = True
+        self.signalled = True
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
+
+    @property
+    def asked(self) -> bool:
+        return self.signalled or (self.board is not None and self.board.stop_asked)
 
 
 @dataclass
@@ -229,7 +232,7 @@ class Trainer:
             rule = "-" * 24
             self.display.note(f"{rule} a sample (prompt: {prompt!r}) {rule}\n{prompt}{text}\n{rule * 2}")
         self.display.note(f"look into the run:   lanewise inspect {out}")
-        self.display.note(f"continue a text:     lanewise generate {out} --prompt {shlex.quote(prompt)}")
+        self.display.note(f"continue a text:     lanewise generate {out} --prompt 'how it begins'")
         self.display.note("train on your own:   lanewise train data.source=FOLDER_OR_FILE --out runs/mine")
 
     # --------------------------------------------------------------------------------------------- stop and resume

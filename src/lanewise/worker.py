@@ -52,7 +52,7 @@ def work(
     faulthandler.enable()
     _leave_with_launcher()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
-    stop = StopRequest(signal.SIGTERM)
+    stop = StopRequest(signal.SIGTERM, board=board)
     status = Status(board, rank)
     try:
         store = local_store(rank, size, port, listener) if size > 1 else None

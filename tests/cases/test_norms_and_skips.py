@@ -6,13 +6,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from faulty_worker import poison, train_with
+from faulty_worker import poison
 from lanewise import config
 from lanewise.models.build import build
 from lanewise.parallel.mesh import Mesh
 from lanewise.replica import Replica
 from reference import assert_same_gradients, gradients_of, reference
-from system import BASE, DEEPSEEK, DENSE, bits, records, sentences, settings, tensors, train, write_documents
+from system import (
+    BASE,
+    DEEPSEEK,
+    DENSE,
+    bits,
+    records,
+    sentences,
+    settings,
+    tensors,
+    train,
+    train_with,
+    write_documents,
+)
 
 TEXTS = [f"sample {'abcde'[i] * (5 * i + 1)}" for i in range(5)]
 

@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import sys
+from typing import NoReturn
 
 from lanewise import __version__
 from lanewise.errors import EXIT_FAILED, EXIT_USER, UserError
@@ -19,10 +20,26 @@ VERBS = {
 }
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (`{self.prog} --help` lists what there is)")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one verb; returns the exit code: 0 done, 2 wrong input, 75 resumable, 1 anything else."""
     words = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
+    try:
+        arguments = _parse(words)
+        return importlib.import_module(f"lanewise.cli.{arguments.verb}").run(arguments)
+    except UserError as error:
+        print(f"lanewise: {error}", file=sys.stderr)
+        return EXIT_USER
+    except (BrokenPipeError, KeyboardInterrupt):
+        return EXIT_FAILED
+
+
+def _parse(words: list[str]) -> argparse.Namespace:
+    parser = Parser(
         prog="lanewise",
         description="Train large neural networks over many devices; the same bits on any number of replicas.",
         epilog="example: lanewise train data.source=corpus/ train.steps=500",
@@ -32,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb, text in VERBS.items():
         # Only the verb that is asked for is imported: each adds its own arguments, and its `run` is the rest.
-        if words and words[0] == verb:
+        if words[:1] == [verb]:
             module = importlib.import_module(f"lanewise.cli.{verb}")
             sub = verbs.add_parser(
                 verb,
@@ -47,18 +64,12 @@ def main(argv: list[str] | None = None) -> int:
             verbs.add_parser(verb, help=text)
     arguments, rest = parser.parse_known_args(words)
     # argparse takes positional words only in one run; overrides may also stand after or between options.
-    if not hasattr(arguments, "words") or any(word.startswith("-") for word in rest):
-        if rest:
-            parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    else:
+    strays = [word for word in rest if word.startswith("-") or not hasattr(arguments, "words")]
+    if strays:
+        verbs.choices[arguments.verb].error(f"unrecognized arguments: {' '.join(strays)}")
+    if rest:
         arguments.words += rest
-    try:
-        return importlib.import_module(f"lanewise.cli.{arguments.verb}").run(arguments)
-    except UserError as error:
-        print(f"lanewise: {error}", file=sys.stderr)
-        return EXIT_USER
-    except (BrokenPipeError, KeyboardInterrupt):
-        return EXIT_FAILED
+    return arguments
 
 
 if __name__ == "__main__":

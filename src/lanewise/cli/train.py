@@ -62,8 +62,8 @@ def _run(arguments: argparse.Namespace, place: environment.Place | None) -> int:
     check(Layout.parse(settings.layout.axes), settings, workers)
     launcher.warm_up()
     job = _prepare(settings, arguments)
-    open_run(job.run, job.out, job.resume, job.data)
-    return launcher.launch(job, workers)
+    with open_run(job.run, job.out, job.resume, job.data):
+        return launcher.launch(job, workers)
 
 
 def _prepare(settings: config.Run, arguments: argparse.Namespace, quiet: bool = False) -> "Job":
@@ -91,13 +91,15 @@ def _join(place: environment.Place, settings: config.Run, arguments: argparse.Na
         raise UserError(f"--workers {arguments.workers}: {place.launcher} started {place.world}; leave --workers out")
     check(Layout.parse(settings.layout.axes), settings, place.world)
 
+    locks = []  # held until the process ends
+
     def prepare_in_turn(world: "World") -> "Job":
         job, mistake = None, None
         if place.local_rank == 0:
             try:
                 job = _prepare(settings, arguments, quiet=place.rank > 0)
                 if place.rank == 0:
-                    open_run(job.run, job.out, job.resume, job.data)
+                    locks.append(open_run(job.run, job.out, job.resume, job.data))
             except UserError as error:
                 mistake = str(error)
         mistakes = [m for m in world.gather(mistake) if m is not None]

@@ -19,9 +19,11 @@ from typing import Any
 from lanewise.elastic.status import Board
 from lanewise.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, EXIT_USER
 
+SERVER = "lanewise.elastic.server"
 WORKER = "lanewise.worker"
 GRACE = 2.0  # seconds in which the other workers may report what they saw of a failure before they are killed
 ONE_REQUEST = 0.1  # seconds: `timeout` signals a process and then its group, which is one wish, not two
+CODES = (EXIT_FAILED, EXIT_RESUMABLE, EXIT_DONE)  # of a worker that came to an end by itself, the gravest first
 SHOW_CURSOR = "\x1b[?25h"
 
 
@@ -41,7 +43,7 @@ class Report:
 def warm_up() -> Any:
     """Start the server process that workers are forked from; it imports torch while the caller goes on."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([WORKER])
+    context.set_forkserver_preload([SERVER, WORKER])
     forkserver.ensure_running()
     return context
 
@@ -64,7 +66,7 @@ def launch(job: Any, workers: int) -> int:
         processes.append(process)
         pipes.append(ours)
     listener.close()
-    with _Signals({process.sentinel: process.pid for process in processes}) as signals:
+    with _Signals(board, {process.sentinel: process.pid for process in processes}) as signals:
         try:
             return _watch(processes, pipes, board, signals)
         finally:
@@ -90,9 +92,10 @@ def _enter(module: str, *arguments: Any) -> None:
 
 
 class _Signals:
-    """The first SIGINT or SIGTERM is passed on to the workers as SIGTERM; the second kills them."""
+    """The first SIGINT or SIGTERM is passed on to the workers as a wish; the second kills them."""
 
-    def __init__(self, running: dict[Any, int]) -> None:
+    def __init__(self, board: Board, running: dict[Any, int]) -> None:
+        self.board = board
         self.running = running  # sentinel -> pid; a handler must not poll a process, which the main thread may be at
         self.count = 0
         self.last = 0.0
@@ -113,9 +116,11 @@ class _Signals:
         self.count += 1
         if self.count == 1:
             os.write(2, b"\nstopping after this step (once more: at once)\n")
+            self.board.ask_to_stop()
+            return
         for pid in list(self.running.values()):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM if self.count == 1 else signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
 
 
 def _watch(processes: list[Any], pipes: list[Any], board: Board, signals: _Signals) -> int:
@@ -134,7 +139,7 @@ def _watch(processes: list[Any], pipes: list[Any], board: Board, signals: _Signa
             code = processes[rank].exitcode
             with contextlib.suppress(EOFError, OSError):  # nothing was reported, or not to the end
                 reports[rank] = pipes[rank].recv()
-            if board.read(rank)[3] and code >= 0:
+            if board.read(rank)[3] and code in CODES:
                 codes.add(code)
             else:
                 deaths.append((rank, code))
@@ -145,11 +150,9 @@ def _watch(processes: list[Any], pipes: list[Any], board: Board, signals: _Signa
     if signals.count > 1:
         print("lanewise: stopped at once; the same command resumes from the last checkpoint", file=sys.stderr)
         return EXIT_FAILED
-    if signals.count and deaths and deaths[0][1] == -signal.SIGTERM:
-        return EXIT_RESUMABLE  # asked to stop before it could listen: no step was made
     if deaths:
         return _explain(deaths, reports, board)
-    return next(code for code in (EXIT_FAILED, EXIT_RESUMABLE, EXIT_DONE) if code in codes)
+    return next(code for code in CODES if code in codes)
 
 
 def _explain(deaths: list[tuple[int, int]], reports: dict[int, Report], board: Board) -> int:

@@ -1,6 +1,7 @@
 """Where each worker is: a few numbers in shared memory, written by the worker, read by its launcher.
 
-A worker that is killed cannot say what it was doing; this says it for it.
+A worker that is killed cannot say what it was doing; this says it for it. The other way round, the launcher asks for
+a stop here: unlike a signal it cannot come too early for a worker to hear.
 """
 
 import time
@@ -12,10 +13,17 @@ _FIELDS = 4  # step, phase, time, finished
 
 
 class Board:
-    """One row of numbers per rank. Picklable to spawned processes."""
+    """One row of numbers per rank, and the launcher's wish to stop. Picklable to spawned processes."""
 
     def __init__(self, context: Any, ranks: int) -> None:
-        self.cells: Any = context.RawArray("d", ranks * _FIELDS)
+        self.cells: Any = context.RawArray("d", ranks * _FIELDS + 1)
+
+    def ask_to_stop(self) -> None:
+        self.cells[-1] = 1.0
+
+    @property
+    def stop_asked(self) -> bool:
+        return bool(self.cells[-1])
 
     def read(self, rank: int) -> tuple[int, str, float, bool]:
         """(step, phase, Unix time it was entered, finished) of a rank."""

@@ -1,0 +1,9 @@
+"""Imported, for its effect, into the server process that workers are forked from, and nowhere else.
+
+Whoever signals a whole group or container of processes means the launcher, which asks the workers to stop. A server
+that died of it would take the workers' exit codes with it.
+"""
+
+import signal
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
