@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
 def provable(settings: config.Run) -> config.Run:
     """fp32, and an epsilon that keeps Adam's update a smooth function of the gradient: with the usual one, a gradient
     that is zero but for rounding moves its weight by a whole learning rate in a random direction."""
-    optimizer = settings.optimizer.model_copy(update={"eps": 1e-5})
+    optimizer = settings.optimizer.model_copy(update={"eps": 1e-4})
     train = settings.train.model_copy(update={"precision": "fp32", "compile": False})
     return settings.model_copy(update={"optimizer": optimizer, "train": train})
 

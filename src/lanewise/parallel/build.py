@@ -10,6 +10,7 @@ from lanewise.models.dense import Attention
 from lanewise.models.linear import TiedHead
 from lanewise.parallel.boxes import box, cut_axes
 from lanewise.parallel.mesh import Mesh
+from lanewise.parallel.recompute import recompute
 from lanewise.parallel.spread import Spread
 from lanewise.parallel.stages import stages
 
@@ -32,6 +33,9 @@ def build_part(run: Run, mesh: Mesh) -> LanguageModel:
         for module in model.modules():
             if hasattr(module, "seams"):
                 module.seams = seams  # type: ignore[assignment]
+    if run.layout.recompute != "none":
+        for block in model.blocks():
+            recompute(block, run.layout.recompute)
     return model
 
 
