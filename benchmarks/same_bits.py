@@ -83,10 +83,14 @@ def bits(folder: Path, family: str, precision: str, microbatches: int, workers: 
     assert code == 0, code
 
     digest = hashlib.sha256()
-    for name, keys in (("metrics", ("step", "loss", "grad_norm", "lr", "tokens")), ("events", ("event", "loss"))):
+    for name, keys in (
+        ("metrics", ("step", "loss", "grad_norm", "lr", "tokens")),
+        ("events", ("step", "loss", "tokens")),
+    ):
         for line in (out / f"{name}.jsonl").read_text().splitlines():
             record = json.loads(line)
-            digest.update(repr([record.get(key) for key in keys]).encode())
+            if record.get("event", "evaluated") == "evaluated":  # the others tell of processes
+                digest.update(repr([record[key] for key in keys]).encode())
     stored = Stored(locate(out))
     for kind in ("model/", "exp_avg/", "exp_avg_sq/", "buffer/"):
         digest.update(weights_hash(stored.tensors(kind)).encode())

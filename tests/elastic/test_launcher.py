@@ -1,5 +1,6 @@
 """What the launcher does when a worker fails (rows H): all stop within seconds, and who, where and why is said."""
 
+import multiprocessing
 import os
 import shutil
 import signal
@@ -12,8 +13,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+import torch.distributed as dist
 
 from faulty_worker import at, boom, deep_boom, killed, leaves
+from lanewise.elastic import launcher as launcher_module
+from lanewise.elastic.launcher import Report
+from lanewise.elastic.status import Board, Status
+from lanewise.worker import _is_echo
+from processes import on_ranks
 from system import BASE, DENSE, bits, records, sentences, settings, train, train_with, write_documents
 
 SOON = 20.0  # seconds, on a machine that is busy with other things; collectives would wait for ten minutes
@@ -70,6 +78,51 @@ def test_H1_H2_a_worker_that_fails_stops_the_others(
     assert [line["step"] for line in records(tmp_path / "out")] == [1, 2, 3, 4, 5, 6]
 
 
+def hear_of_a_peer(rank: int, size: int) -> bool | None:
+    """What rank 0 thinks of the error it gets when rank 1 leaves in the middle of a step."""
+    if rank == 1:
+        dist.destroy_process_group()
+        return None
+    try:
+        for _ in range(1000):
+            dist.all_reduce(torch.ones(1000))
+    except RuntimeError as error:
+        return _is_echo(error)
+    return None
+
+
+def test_H1_a_worker_knows_an_error_that_is_only_an_echo() -> None:
+    assert on_ranks(2, hear_of_a_peer) == [True, None]
+    assert not _is_echo(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not _is_echo(ArithmeticError("connection closed by peer"))
+
+
+@pytest.mark.parametrize(
+    ("deaths", "told"),
+    [
+        ([(0, 1), (2, -9)], "rank 2 was killed by SIGKILL at step 4 in backward"),
+        ([(0, 1), (1, 1)], "rank 1 failed at step 5 in commit: ValueError: own"),
+        ([(1, 1), (2, -9)], "rank 1 failed at step 5 in commit: ValueError: own"),
+        ([(0, 1)], "rank 0 lost its peers at step 5 in exchange: gone"),
+    ],
+)
+def test_H1_the_cause_is_told_whoever_is_noticed_first(
+    deaths: list[tuple[int, int]], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 saw a peer vanish, rank 1 raised, rank 2 died without a word."""
+    board = Board(multiprocessing.get_context("spawn"), 3)
+    status = Status(board, 2)
+    status.begin_step(4)
+    status.enter("backward")
+    reports = {
+        0: Report(0, 5, "exchange", "gone", "Traceback of an echo\n", echo=True),
+        1: Report(1, 5, "commit", "ValueError: own", "Traceback of its own\n"),
+    }
+    died = {rank for rank, _ in deaths}
+    assert launcher_module._explain(deaths, {r: reports[r] for r in reports if r in died}, board) == 1
+    assert f"lanewise: {told}\n" in capsys.readouterr().err
+
+
 def command(folder: Path, out: Path, *arguments: str) -> list[str]:
     source = write_documents(folder / "text.jsonl", sentences(30))
     overrides = [*BASE, *DENSE, f"data.source={source}", f"data.cache={folder / 'cache'}"]
@@ -100,7 +153,9 @@ def test_H8_no_orphans_when_the_launcher_is_killed(tmp_path: Path) -> None:
         launcher.kill()
         launcher.wait()
     _, alive = psutil.wait_procs(family, timeout=SOON)
-    assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    for process in alive:
+        process.kill()
+    assert not alive
     if os.path.isdir("/dev/shm"):  # H4
         assert not {name for name in set(os.listdir("/dev/shm")) - shm if name.startswith(("torch", "pym", "gloo"))}
 
@@ -179,6 +234,7 @@ def test_a_group_signal_counts_once(tmp_path: Path) -> None:
     )
     wait_for(lambda: (out / "metrics.jsonl").exists() and len(records(out)) > 2, "step")
     os.kill(launcher.pid, signal.SIGTERM)
+    time.sleep(0.02)  # time to be seen as two signals
     os.killpg(launcher.pid, signal.SIGTERM)
     printed, errors = launcher.communicate(timeout=60)
     assert launcher.returncode == 75, errors
