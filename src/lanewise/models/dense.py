@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from lanewise.config import DenseModel
@@ -44,7 +43,7 @@ class Attention(nn.Module):
             k, v = k[:, :, self.serving], v[:, :, self.serving]
         q_BNTD = rotate(self.q_norm(q).transpose(1, 2), angles, interleaved=False)
         k_BGTD = rotate(self.k_norm(k).transpose(1, 2), angles, interleaved=False)
-        k, v = self.seams.everywhere(torch.cat((k_BGTD.transpose(1, 2), v), -1)).split(self.width, dim=-1)
+        k, v = self.seams.everywhere(k_BGTD.transpose(1, 2), v)
         out_BTX = self.seams.attend(q_BNTD, k.transpose(1, 2), v.transpose(1, 2), self.scale).flatten(2)
         return self.seams.joined(self.o(out_BTX))
 

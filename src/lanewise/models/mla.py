@@ -44,9 +44,9 @@ class LatentAttention(nn.Module):
         q_BNTD = torch.cat((q_plain, rotate(q_turned, angles, interleaved=True)), dim=-1)
 
         latent, k_turned = self.kv_down(x_BTH).split([self.rank, self.turned], dim=-1)
-        latent, k_turned = whole(torch.cat((self.kv_norm(latent), k_turned), -1)).split([self.rank, self.turned], -1)
+        latent, k_turned = self.seams.whole_pair(self.kv_norm(latent), k_turned)
         k_turned = rotate(k_turned[:, None], angles, interleaved=True).squeeze(1)
-        latent, k_turned = self.seams.everywhere(torch.cat((latent, k_turned), -1)).split([self.rank, self.turned], -1)
+        latent, k_turned = self.seams.everywhere(latent, k_turned)
         kv_BTND = self.kv_up(latent).unflatten(-1, (-1, self.plain + self.value))
         k_plain, v_BNTC = kv_BTND.transpose(1, 2).split([self.plain, self.value], dim=-1)
         k_turned = k_turned[:, None]

@@ -36,13 +36,18 @@ class Seams:
         """From own tokens to the share."""
         return x_BTH
 
+    def whole_pair(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """The same for two that travel together, side by side in their last dim."""
+        return left, right
+
     def joined(self, x_BTH: Tensor) -> Tensor:
         """From partial sums over the share to the whole sums of own tokens."""
         return x_BTH
 
-    def everywhere(self, x_BTX: Tensor) -> Tensor:
-        """From the share's positions to all positions, for what every query may look at: keys and values."""
-        return x_BTX
+    def everywhere(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """From the share's positions to all positions, for the two that every query may look at, side by side in their
+        last dim: keys and values, or what they come from."""
+        return left, right
 
     def attend(self, q_BNTD: Tensor, k_BGTD: Tensor, v_BGTC: Tensor, scale: float) -> Tensor:
         """Causal attention of the share's queries over keys and values of all positions: [B, T, N, C]."""

@@ -51,8 +51,11 @@ class Spread(Seams):
     def total(self, counts: Tensor) -> Tensor:
         return counts if self.sequence is None else total(counts, self.sequence)
 
-    def everywhere(self, x_BTX: Tensor) -> Tensor:
-        return self.context.everywhere(x_BTX) if self.context else x_BTX
+    def whole_pair(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        return (left, right) if self.tp is None else _side_by_side(self.whole, left, right)
+
+    def everywhere(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        return _side_by_side(self.context.everywhere, left, right) if self.context else (left, right)
 
     def attend(self, q_BNTD: Tensor, k_BGTD: Tensor, v_BGTC: Tensor, scale: float) -> Tensor:
         attend = self.context.attend if self.context else super().attend
@@ -70,3 +73,8 @@ class Spread(Seams):
         if self.tp is None:
             return super().loss(x_BTH, weight_VH, labels_BT)
         return vocabulary.cross_entropy_sum(self.whole(x_BTH), weight_VH, labels_BT, self.first_row, self.tp)
+
+
+def _side_by_side(move: Callable[[Tensor], Tensor], left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    a, b = move(torch.cat((left, right), -1)).split([left.shape[-1], right.shape[-1]], -1)
+    return a, b
