@@ -13,22 +13,25 @@ SHORT = ["model.q_lora_rank=32", "model.kv_lora_rank=32", "model.experts=4", "mo
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", ["dense", "deepseek"])
-def test_gradients_of_the_compiled_bf16_model_are_those_of_the_plain_one(family):
+def test_the_compiled_bf16_model_is_as_near_to_fp32_as_the_plain_one(family):
     """In bf16 the compiler's own kernels have been seen to leave memory unset where tensors are joined and split."""
     extra = ["model.preset=tiny-dense", "model.kv_heads=2"] if family == "dense" else ["model.preset=tiny", *SHORT]
     config = load(None, [*SIZES, *extra]).model
     tokens, labels = torch.randint(257, (2, 4, 256))
-    models = []
-    for compiled in (False, True):
+
+    def gradients(dtype, compiled):
         model = build(config)
         fill(model, 0)
         for parameter in model.parameters():
-            parameter.data = parameter.data.bfloat16()
+            parameter.data = parameter.data.to(dtype)
         if compiled:
             for block in model.blocks():
                 block.compile()
         model(tokens, labels).loss_sum.backward()
-        models.append(model)
-    for (name, plain), compiled in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        right, found = plain.grad.float(), compiled.grad.float()
-        assert (found - right).norm() <= 0.05 * right.norm(), name
+        return {name: p.grad.float() for name, p in model.named_parameters()}
+
+    right = gradients(torch.float32, False)
+    plain, compiled = gradients(torch.bfloat16, False), gradients(torch.bfloat16, True)
+    for name, exact in right.items():
+        rounding = (plain[name] - exact).norm()
+        assert (compiled[name] - exact).norm() <= 1.5 * rounding + 0.01 * exact.norm(), name
