@@ -14,7 +14,8 @@ SHORT = ["model.q_lora_rank=32", "model.kv_lora_rank=32", "model.experts=4", "mo
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", ["dense", "deepseek"])
 def test_the_compiled_bf16_model_is_as_near_to_fp32_as_the_plain_one(family):
-    """In bf16 the compiler's own kernels have been seen to leave memory unset where tensors are joined and split."""
+    """Rounding moves a few tokens to other experts, hence the factor; faults of the compiler seen so far (memory left
+    unset where tensors are joined and split, a wrong gradient of the router) were off by 1.0 and more."""
     extra = ["model.preset=tiny-dense", "model.kv_heads=2"] if family == "dense" else ["model.preset=tiny", *SHORT]
     config = load(None, [*SIZES, *extra]).model
     tokens, labels = torch.randint(257, (2, 4, 256))
@@ -34,4 +35,4 @@ def test_the_compiled_bf16_model_is_as_near_to_fp32_as_the_plain_one(family):
     plain, compiled = gradients(torch.bfloat16, False), gradients(torch.bfloat16, True)
     for name, exact in right.items():
         rounding = (plain[name] - exact).norm()
-        assert (compiled[name] - exact).norm() <= 1.5 * rounding + 0.01 * exact.norm(), name
+        assert (compiled[name] - exact).norm() <= 2 * rounding + 0.02 * exact.norm(), name

@@ -31,7 +31,6 @@ class Experts(Declared):
 
         self.gate, self.up, self.down = stack("gate", F, H, 1), stack("up", F, H, 1), stack("down", H, F, 2)
 
-    @torch.compiler.disable  # how many tokens an expert gets is data; each product is one library call anyway
     def forward(self, x_SH: Tensor, experts_SK: Tensor, weights_SK: Tensor) -> Tensor:
         """Sum over each token's experts of weight * expert(x): [S, H]."""
         order_P = experts_SK.flatten().argsort(stable=True)  # pairs (token, choice), sorted by expert
