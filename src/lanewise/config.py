@@ -287,7 +287,7 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Run:
         except FileNotFoundError:
             raise UserError(f"{path}: no such run file (overrides are written section.key=value)") from None
         except (OSError, UnicodeDecodeError) as e:
-            raise UserError(f"{path}: cannot read the run file: {e}") from None
+            raise UserError(f"{path}: cannot read the run file ({e}): name a TOML file") from None
     return parse(text, overrides, name=str(path))
 
 

@@ -34,7 +34,10 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"lanewise: {error}", file=sys.stderr)
         return EXIT_USER
-    except (BrokenPipeError, KeyboardInterrupt):
+    except KeyboardInterrupt:
+        print("lanewise: interrupted; nothing was started", file=sys.stderr)
+        return EXIT_FAILED
+    except BrokenPipeError:
         return EXIT_FAILED
 
 

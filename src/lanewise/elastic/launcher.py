@@ -56,18 +56,20 @@ def launch(job: Any, workers: int) -> int:
     context = warm_up()
     board = Board(context, workers)
     listener, port = listening_socket()
-    processes, pipes = [], []
-    for rank in range(workers):
-        ours, theirs = context.Pipe(duplex=False)
-        arguments = (WORKER, rank, workers, job, board, theirs, port, listener if rank == 0 else None)
-        process = context.Process(target=_enter, args=arguments, name=f"lanewise-{rank}")
-        process.start()
-        theirs.close()
-        processes.append(process)
-        pipes.append(ours)
-    listener.close()
-    with _Signals(board, {process.sentinel: process.pid for process in processes}) as signals:
+    processes: list[Any] = []
+    pipes = []
+    with _Signals(board, {}) as signals:
         try:
+            for rank in range(workers):
+                ours, theirs = context.Pipe(duplex=False)
+                arguments = (WORKER, rank, workers, job, board, theirs, port, listener if rank == 0 else None)
+                process = context.Process(target=_enter, args=arguments, name=f"lanewise-{rank}")
+                process.start()
+                theirs.close()
+                processes.append(process)
+                pipes.append(ours)
+                signals.running[process.sentinel] = process.pid
+            listener.close()
             return _watch(processes, pipes, board, signals)
         finally:
             for process in processes:

@@ -6,4 +6,5 @@ that died of it would take the workers' exit codes with it.
 
 import signal
 
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
+for _number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(_number, signal.SIG_IGN)

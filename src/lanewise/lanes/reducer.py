@@ -90,12 +90,6 @@ class Reducer:
         for bucket_sum in self.sums:
             yield bucket_sum.finish()
 
-    def abandon(self) -> None:
-        """Forget a step that did not finish."""
-        self._launched = 0
-        for bucket_sum in self.sums:
-            bucket_sum.reset()
-
 
 class _BucketSum:
     """One bucket's gradient on its way through lanes and replicas."""
