@@ -175,7 +175,7 @@ class Batch(Section):
 
 
 class Train(Section):
-    steps: int = Field(300, description="steps of the run; the schedule spans them", ge=1)
+    steps: int = Field(180, description="steps of the run; the schedule spans them", ge=1)
     epochs: float = Field(0, description="if > 0: stop after this many passes over the data instead of `steps`", ge=0)
     seed: int = Field(0, description="seed of weights, order and dropout", ge=0, lt=2**63)
     precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16 keeps fp32 master weights and sums")
