@@ -10,7 +10,7 @@ def candidates(path: Path) -> list[Path]:
     """The checkpoint at `path`, or those of the run at `path`, newest first. Raises UserError if there is none."""
     if (path / manifest.NAME).exists():
         return [path]
-    found = manifest.checkpoints_in(path / "checkpoints") or manifest.checkpoints_in(path)
+    found = path.is_dir() and (manifest.checkpoints_in(path / "checkpoints") or manifest.checkpoints_in(path))
     if not found:
         raise UserError(f"{path}: holds no checkpoint; name a run's folder or a folder step-... in its checkpoints")
     return found

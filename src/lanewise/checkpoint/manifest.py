@@ -111,7 +111,7 @@ def checkpoints_in(root: Path) -> list[Path]:
     """Folders that claim to be checkpoints, newest step first. Leftovers of killed saves have other names."""
     try:
         names = [name for name in os.listdir(root) if re.fullmatch(r"step-\d{8,}", name)]
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return []
     return [root / name for name in sorted(names, key=lambda name: int(name.removeprefix("step-")), reverse=True)]
 
