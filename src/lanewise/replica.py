@@ -17,11 +17,10 @@ from lanewise.lanes.vote import Ballot, Verdict, Voter
 from lanewise.models.base import LanguageModel
 from lanewise.models.init import initial
 from lanewise.parallel import boxes
+from lanewise.parallel.build import PRECISIONS
 from lanewise.parallel.layout import WORK
 from lanewise.parallel.mesh import Mesh
 from lanewise.parallel.pipeline import Microbatch, Pipeline
-
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Replica:
@@ -36,7 +35,7 @@ class Replica:
             list(self.model.named_parameters()),
             table,
             lambda spec: boxes.held(spec, mesh),
-            dtype,
+            torch.float32 if mesh.size["fsdp"] > 1 else dtype,
             run.layout.bucket_mb,
         )
         self.reducer = Reducer(
@@ -144,14 +143,14 @@ def entries(bucket: Bucket, start: int, held: Tensor) -> Iterator[tuple[str, Ent
         a = min(max(start, place.start), place.stop)
         b = max(min(start + len(held), place.stop), a)
         values = held[a - start : b - start] if a < b else held[:0]
-        entry = Entry.flat(place.parameter.shape, a - place.start, values)
+        entry = Entry.flat(place.shape, a - place.start, values)
         yield place.spec.name, entry.inside(place.spec.shape, place.held.offsets)
 
 
 def _initial(place: Place, seed: int) -> Tensor:
     """The keyed initial values of this rank's box of a parameter, flat, in fp32."""
     first, *offsets = place.held.offsets
-    rows, *shape = place.parameter.shape
+    rows, *shape = place.shape
     values = initial(place.spec, seed, slice(first, first + rows))
     for dim, (offset, size) in enumerate(zip(offsets, shape, strict=True), start=1):
         values = values.narrow(dim, offset, size)
