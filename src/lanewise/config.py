@@ -182,6 +182,7 @@ class Train(Section):
     compile: bool = Field(False, description="torch.compile the blocks: slower start, faster steps, other bits")
     threads: int = Field(1, description="compute threads per process", ge=1)
     deterministic: bool = Field(True, description="deterministic kernels on CUDA (always so on CPU)")
+    check_sync: int = free(0, "steps between checks that copies of a weight are equal on all ranks; 0 is never", ge=0)
     max_skips: int = free(10, "stop after this many non-finite steps in a row", ge=1)
 
 
