@@ -7,6 +7,7 @@ A field made with `free(...)` may change between a run and its resumption; every
 """
 
 import difflib
+import json
 import tomllib
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -354,6 +355,12 @@ def _explain(error: ValidationError, prefix: str = "") -> str:
     shown = "" if isinstance(given, dict | BaseModel) else f", got {given!r}"
     if not key:
         return message + more
+    if first["type"] == "missing":
+        return f"{key}: has no value: set {key}=...{more}"
+    if first["type"] in ("model_type", "dict_type", "model_attributes_type"):
+        return f"{key}: is a section, not a value: set {key}.SETTING=...{more}"
+    if first["type"] == "string_pattern_mismatch":
+        return f"{key}: {given!r} is no name for a folder: use letters, digits and . _ -, a letter or digit first{more}"
     return f"{key}: {message[0].lower()}{message[1:]}{shown}{more}"
 
 
@@ -407,8 +414,7 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
-        return f'"{escaped}"'
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # but for DEL, TOML's escapes
     if isinstance(value, tuple | list):
         return "[" + ", ".join(_toml(v) for v in value) + "]"
     if isinstance(value, BaseModel):

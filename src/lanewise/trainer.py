@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lanewise import config
 from lanewise.checkpoint.locate import locate
-from lanewise.checkpoint.manifest import Manifest, folder_of
+from lanewise.checkpoint.manifest import Manifest
 from lanewise.checkpoint.store import Checkpoints, Found
 from lanewise.data.dataset import Dataset
 from lanewise.data.tokenizer import load
@@ -91,6 +91,7 @@ class Trainer:
             background=self.run.checkpoint.background,
             group=world.side,
             alarm=self.events.alarm,
+            published=lambda about: self.events.write("checkpoint", **about),
         )
 
     def train(self) -> int:
@@ -257,7 +258,6 @@ class Trainer:
         }
         self.checkpoints.save(self.progress.step, self.replica.state(share=True), meta)
         self.saved = self.progress.step
-        self.events.write("checkpoint", path=str(folder_of(self.checkpoints.root, self.progress.step)))
 
     def _resume(self) -> None:
         """Go on from the newest good checkpoint of this run, or from the one that was named."""
