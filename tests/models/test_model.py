@@ -182,13 +182,12 @@ def test_prediction_ahead_by_the_paper():
         if isinstance(module, MoE):
             module.register_forward_hook(report)
     everything = torch.ones(3, T, dtype=torch.bool)
-    angles = model.rotary.angles(T, tokens.device)
-    hidden = model.norm(model.trunk(model.embed(tokens), angles, everything, None)[0])
+    hidden = model.norm(model.trunk(model.embed(tokens), model.places(tokens), everything, None)[0])
     loss = F.cross_entropy(model.head(hidden).flatten(0, 1), labels.flatten(), reduction="sum")
     for k, depth in enumerate(model.mtp.values(), start=1):
         n = T - k
         hidden, _ = depth(
-            hidden[:, :n], model.embed(tokens[:, k:]), model.rotary.angles(n, tokens.device), everything[:, :n], None
+            hidden[:, :n], model.embed(tokens[:, k:]), model.places(tokens[:, :n]), everything[:, :n], None
         )
         nll = F.cross_entropy(model.head(hidden).flatten(0, 1), labels[:, k:].flatten(), reduction="sum")
         loss = loss + config.mtp_weight / 2 * nll

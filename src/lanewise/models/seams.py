@@ -49,9 +49,10 @@ class Seams:
         last dim: keys and values, or what they come from."""
         return left, right
 
-    def attend(self, q_BNTD: Tensor, k_BGTD: Tensor, v_BGTC: Tensor, scale: float) -> Tensor:
-        """Causal attention of the share's queries over keys and values of all positions: [B, T, N, C]."""
-        return causal_attention(q_BNTD, k_BGTD, v_BGTC, scale)
+    def attend(self, q_BNTD: Tensor, k_BGTD: Tensor, v_BGTC: Tensor, scale: float, starts_BT: Tensor | None) -> Tensor:
+        """Causal attention of the share's queries over keys and values of all positions: [B, T, N, C]. starts_BT: the
+        position, among all, at which each query's document starts, in a share of rows of several."""
+        return causal_attention(q_BNTD, k_BGTD, v_BGTC, scale, starts_BT)
 
     def dispatched(self, x_PH: Tensor, sizes: list[int]) -> tuple[Tensor, list[int], Callable[[Tensor], Tensor]]:
         """From rows sorted by expert, `sizes[e]` for each of all experts, to the rows that this rank's experts get, how

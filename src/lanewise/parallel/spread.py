@@ -57,9 +57,9 @@ class Spread(Seams):
     def everywhere(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         return _side_by_side(self.context.everywhere, left, right) if self.context else (left, right)
 
-    def attend(self, q_BNTD: Tensor, k_BGTD: Tensor, v_BGTC: Tensor, scale: float) -> Tensor:
+    def attend(self, q_BNTD: Tensor, k_BGTD: Tensor, v_BGTC: Tensor, scale: float, starts_BT: Tensor | None) -> Tensor:
         attend = self.context.attend if self.context else super().attend
-        return attend(q_BNTD, k_BGTD, v_BGTC, scale)
+        return attend(q_BNTD, k_BGTD, v_BGTC, scale, starts_BT)
 
     def dispatched(self, x_PH: Tensor, sizes: list[int]) -> tuple[Tensor, list[int], Callable[[Tensor], Tensor]]:
         return super().dispatched(x_PH, sizes) if self.ep is None else expert.dispatched(x_PH, sizes, self.ep)
