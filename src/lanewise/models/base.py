@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from lanewise.config import DeepSeekModel, DenseModel
 from lanewise.models.linear import Embedding, Linear, TiedHead
+from lanewise.models.loss import PLAIN, Objective
 from lanewise.models.norm import RMSNorm
 from lanewise.models.rotary import Places, Rotary
 from lanewise.models.seams import ALONE, Seams
@@ -19,6 +20,7 @@ class LanguageModel(nn.Module):
 
     seams: Seams = ALONE
     rotary: Rotary
+    objective: Objective = PLAIN  # of each token that is predicted, also further ahead
     # Where the model is a part of a whole one: does it hold the first and the last layer, and the whole one's table.
     starts = ends = True
     whole: tuple[ParamSpec, ...] | None = None

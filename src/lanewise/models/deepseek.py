@@ -122,8 +122,7 @@ class DeepSeek(LanguageModel):
             return Passed((x_BTH, *following), self._counts(reports, x_BTH.device))
 
         hidden_BTH = self.norm(x_BTH)
-        loss = self._loss(hidden_BTH, labels_BT)
-        nll = loss.detach()
+        loss, nll = self._loss(hidden_BTH, labels_BT)
         for (depth, ahead), next_BTH in zip(self.mtp.items(), following, strict=True):
             # Every depth looks one token further. An ignored label is not looked across: a document may end there.
             closed_BT = labels_BT == IGNORE
@@ -132,7 +131,8 @@ class DeepSeek(LanguageModel):
             labels_BT = F.pad(labels_BT[:, 1:], (0, 1), value=IGNORE).masked_fill(closed_BT, IGNORE)
             index = self.config.layers + int(depth)
             hidden_BTH, routing = ahead(hidden_BTH, next_BTH, places, self._valid(labels_BT), fold(key, index))
-            loss = loss + self._loss(hidden_BTH, labels_BT) * (self.config.mtp_weight / self.config.mtp_layers)
+            ahead_loss, _ = self._loss(hidden_BTH, labels_BT)
+            loss = loss + ahead_loss * (self.config.mtp_weight / self.config.mtp_layers)
             if routing is not None:
                 reports[index] = routing
         for report in reports.values():
@@ -152,8 +152,8 @@ class DeepSeek(LanguageModel):
     def _valid(self, labels_BT: Tensor) -> Tensor:
         return self.seams.own(self.seams.share(labels_BT)) != IGNORE
 
-    def _loss(self, hidden_BTH: Tensor, labels_BT: Tensor) -> Tensor:
-        return self.seams.loss(hidden_BTH, self.head.weight, self.seams.share(labels_BT))
+    def _loss(self, hidden_BTH: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor]:
+        return self.seams.loss(hidden_BTH, self.head.weight, self.seams.share(labels_BT), self.objective)
 
     def _counts(self, reports: dict[int, Routing], device: torch.device) -> Tensor:
         """[L, E]: a row for each layer with experts of the whole model."""

@@ -95,8 +95,9 @@ class Dense(LanguageModel):
         x_BTH = self.trunk(states, tokens_BT, key if self.training else None, starts_BT)
         if not self.ends:
             return Passed((x_BTH,), None)
-        nll = self.seams.loss(self.norm(x_BTH), self.head.weight, self.seams.share(labels_BT))
-        return Output(nll, nll.detach(), None)
+        labels_BT = self.seams.share(labels_BT)
+        loss, nll = self.seams.loss(self.norm(x_BTH), self.head.weight, labels_BT, self.objective)
+        return Output(loss, nll, None)
 
     def logits(self, tokens_BT: Tensor) -> Tensor:
         logits_BTV: Tensor = self.head(self.norm(self.trunk((), tokens_BT, None)))

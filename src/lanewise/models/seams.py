@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lanewise.models.attention import causal_attention
-from lanewise.models.loss import cross_entropy_sum
+from lanewise.models.loss import Objective, cross_entropy_sum
 
 
 class Seams:
@@ -67,9 +67,9 @@ class Seams:
         """The embeddings of own tokens: [B, T, H], from the share's tokens."""
         return F.embedding(tokens_BT, weight_VH)
 
-    def loss(self, x_BTH: Tensor, weight_VH: Tensor, labels_BT: Tensor) -> Tensor:
-        """Summed cross-entropy of the share, from own last hidden states."""
-        return cross_entropy_sum(x_BTH, weight_VH, labels_BT)
+    def loss(self, x_BTH: Tensor, weight_VH: Tensor, labels_BT: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
+        """Of the share, from own last hidden states: the sum to minimise, and that of cross-entropy alone."""
+        return cross_entropy_sum(x_BTH, weight_VH, labels_BT, objective)
 
 
 ALONE = Seams()

@@ -17,6 +17,7 @@ from lanewise.evaluation import evaluate, inputs
 from lanewise.lanes.keys import slot_key
 from lanewise.models.build import build
 from lanewise.models.init import fill
+from lanewise.models.loss import Objective
 from lanewise.models.spec import IGNORE
 from lanewise.parallel.build import build_part
 from lanewise.parallel.mesh import Mesh
@@ -114,6 +115,7 @@ def assembled(held: Any, mesh: Mesh) -> dict[str, Tensor]:
 def reference(run: Run, data: MadeUp) -> Trace:
     """The same steps by one process without lanes, buckets or mesh: one gradient, torch.optim.AdamW, fp32."""
     model = build(run.model)
+    model.objective = Objective(run.train.label_smoothing, run.train.z_loss)
     fill(model, run.train.seed)
     kinds = {spec.name: spec.kind for spec in model.table()}
     named = dict(model.named_parameters())
