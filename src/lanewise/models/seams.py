@@ -54,10 +54,12 @@ class Seams:
         position, among all, at which each query's document starts, in a share of rows of several."""
         return causal_attention(q_BNTD, k_BGTD, v_BGTC, scale, starts_BT)
 
-    def dispatched(self, x_PH: Tensor, sizes: list[int]) -> tuple[Tensor, list[int], Callable[[Tensor], Tensor]]:
-        """From rows sorted by expert, `sizes[e]` for each of all experts, to the rows that this rank's experts get, how
-        many each, and the way back for what they make of them."""
-        return x_PH, sizes, lambda y_PH: y_PH
+    def dispatched(
+        self, x_PH: Tensor, sizes: list[int]
+    ) -> tuple[Callable[[], Tensor], list[int], Callable[[Tensor], Tensor]]:
+        """Sends rows sorted by expert, `sizes[e]` for each of all experts, to where their experts are. Yields what
+        waits for the rows that this rank's experts get, how many each, and the way back for what they make of them."""
+        return lambda: x_PH, sizes, lambda y_PH: y_PH
 
     def total(self, counts: Tensor) -> Tensor:
         """Integers summed over the ranks that have other tokens of the same sequences."""

@@ -62,7 +62,9 @@ class Spread(Seams):
         attend = self.context.attend if self.context else super().attend
         return attend(q_BNTD, k_BGTD, v_BGTC, scale, starts_BT)
 
-    def dispatched(self, x_PH: Tensor, sizes: list[int]) -> tuple[Tensor, list[int], Callable[[Tensor], Tensor]]:
+    def dispatched(
+        self, x_PH: Tensor, sizes: list[int]
+    ) -> tuple[Callable[[], Tensor], list[int], Callable[[Tensor], Tensor]]:
         return super().dispatched(x_PH, sizes) if self.ep is None else expert.dispatched(x_PH, sizes, self.ep)
 
     def embedded(self, tokens_BT: Tensor, weight_VH: Tensor) -> Tensor:
