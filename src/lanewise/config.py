@@ -180,6 +180,8 @@ class Train(Section):
     epochs: float = Field(0, description="if > 0: stop after this many passes over the data instead of `steps`", ge=0)
     seed: int = Field(0, description="seed of weights, order and dropout", ge=0, lt=2**63)
     precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16 keeps fp32 master weights and sums")
+    label_smoothing: float = Field(0.0, description="part of a label's weight that goes to all words alike", ge=0, lt=1)
+    z_loss: float = Field(0.0, description="weight of the squared log of softmax's denominator", ge=0)
     compile: bool = Field(False, description="torch.compile the blocks: slower start, faster steps, other bits")
     threads: int = Field(1, description="compute threads per process", ge=1)
     deterministic: bool = Field(True, description="deterministic kernels on CUDA (always so on CPU)")

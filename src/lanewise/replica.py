@@ -8,7 +8,7 @@ from torch import Tensor
 from lanewise.checkpoint.pieces import Entry, State
 from lanewise.config import Run
 from lanewise.data.dataset import Slot
-from lanewise.evaluation import losses
+from lanewise.evaluation import inputs, losses
 from lanewise.lanes.adamw import ShardedAdamW
 from lanewise.lanes.flat import Bucket, Place, lay_out
 from lanewise.lanes.keys import slot_key
@@ -82,7 +82,7 @@ class Replica:
         for microbatch in microbatches:
             self.reducer.begin(microbatch.lane, microbatch.k)
             enter("forward")
-            output = self.model(microbatch.tokens_BT, microbatch.labels_BT, microbatch.key)
+            output = self.model(microbatch.tokens_BT, microbatch.labels_BT, microbatch.key, microbatch.starts_BT)
             enter("backward")
             output.loss_sum.backward()
             self.reducer.end()
@@ -101,10 +101,8 @@ class Replica:
 
     def _microbatch(self, slot: Slot, step: int = 0, lane: int = 0, k: int = 0) -> Microbatch:
         device = self.mesh.world.device
-        tokens_BT = torch.from_numpy(slot.tokens_BT).to(device)
-        labels_BT = torch.from_numpy(slot.labels_BT).to(device)
         key = torch.tensor(slot_key(self.run.train.seed, step, lane, k), device=device)
-        return Microbatch(lane, k, tokens_BT, labels_BT, slot.valid, key)
+        return Microbatch(lane, k, valid=slot.valid, key=key, **inputs(slot, device))
 
     def commit(self, verdict: Verdict, chunks: Sequence[Tensor], lr: float, update: int) -> None:
         """Update number `update`. Gradients are sums over tokens: one division here makes them means, and clips."""

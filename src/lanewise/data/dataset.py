@@ -26,6 +26,7 @@ class Slot:
     labels_BT: np.ndarray  # int64, what follows each token (already shifted); IGNORED: not predicted
     samples: list[str]  # "e<epoch>:<window>" or "held:<window>"; a row of padding has none
     valid: int  # labels that count
+    starts_BT: np.ndarray | None = None  # int64, where in its row each token's document starts; None: one a row
 
 
 class Dataset:

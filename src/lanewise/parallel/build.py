@@ -8,6 +8,7 @@ from lanewise.models.build import build
 from lanewise.models.deepseek import DeepSeek
 from lanewise.models.dense import Attention
 from lanewise.models.linear import TiedHead
+from lanewise.models.loss import Objective
 from lanewise.parallel.boxes import box, cut_axes
 from lanewise.parallel.fsdp import shard
 from lanewise.parallel.mesh import Mesh
@@ -25,6 +26,7 @@ def build_part(run: Run, mesh: Mesh) -> LanguageModel:
     """
     with torch.device("meta"):
         model = build(run.model)
+    model.objective = Objective(run.train.label_smoothing, run.train.z_loss)
     if mesh.size["pp"] > 1:
         _keep_stage(model, mesh, stages(run.model, mesh.size["pp"])[mesh.at["pp"]])
     _cut_parameters(model, mesh)
