@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     if workers < 1:
         raise UserError(f"--workers {workers}: at least one worker is needed")
     if not arguments.full:
-        settings = shrink(settings, layout)
+        settings = shrink(settings, layout, max(1, workers // layout.size))
     elif settings.model.vocab_size == 0:
         raise UserError("--full needs the vocabulary's size: set model.vocab_size")
     check(layout, settings, workers)
@@ -39,10 +39,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def provable(settings: config.Run) -> config.Run:
     """fp32, and an epsilon that keeps Adam's update a smooth function of the gradient: with the usual one, a gradient
-    that is zero but for rounding moves its weight by a whole learning rate in a random direction."""
+    that is zero but for rounding moves its weight by a whole learning rate in a random direction. For the same reason
+    initial weights are not so small that the scores of all experts are nearly equal."""
     optimizer = settings.optimizer.model_copy(update={"eps": 1e-4})
     train = settings.train.model_copy(update={"precision": "fp32", "compile": False})
-    return settings.model_copy(update={"optimizer": optimizer, "train": train})
+    model = settings.model.model_copy(update={"init_std": max(settings.model.init_std, settings.model.hidden**-0.5)})
+    return settings.model_copy(update={"optimizer": optimizer, "train": train, "model": model})
 
 
 def _proof(settings: config.Run, layout: Any, as_json: bool) -> Any:

@@ -39,23 +39,48 @@ class Router(Declared):
         dtype = torch.promote_types(x_BTH.dtype, torch.float32)
         scores = F.linear(x_BTH.to(dtype), self.weight.to(dtype)).sigmoid()
         with torch.no_grad():
-            biased = scores + self.expert_bias
-            if self.open_groups < self.groups:
-                grouped = biased.unflatten(-1, (self.groups, -1))
-                best = grouped.topk(2, dim=-1).values.sum(-1).topk(self.open_groups, dim=-1).indices
-                closed = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, False)
-                biased = grouped.masked_fill(closed[..., None], float("-inf")).flatten(-2)
-            experts = biased.topk(self.chosen, dim=-1).indices
+            experts = self._open(scores + self.expert_bias).topk(self.chosen, dim=-1).indices
         weights = scores.gather(-1, experts)
         if self.norm_topk:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return Choice(scores, experts, weights * self.scale)
+
+    def _open(self, biased: Tensor) -> Tensor:
+        """The scores of the groups a token may choose from, -inf in the others."""
+        if self.open_groups == self.groups:
+            return biased
+        grouped = biased.unflatten(-1, (self.groups, -1))
+        best = _of_groups(grouped).topk(self.open_groups, dim=-1).indices
+        closed = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+        return grouped.masked_fill(closed[..., None], float("-inf")).flatten(-2)
+
+    @torch.no_grad()
+    def margin(self, scores: Tensor) -> float:
+        """The smallest gap, over all tokens, between what is chosen and what is not. Where it is no larger than the
+        scores' rounding, sums in another order may choose otherwise, and what follows is another function."""
+        biased = scores + self.expert_bias
+        gap = _gap(self._open(biased), self.chosen)
+        if self.open_groups < self.groups:
+            gap = min(gap, _gap(_of_groups(biased.unflatten(-1, (self.groups, -1))), self.open_groups))
+        return gap
 
     @torch.no_grad()
     def balance(self, counts_E: Tensor, speed: float) -> None:
         """Raise the bias of experts below the mean load, lower it above. Integers, so the sign is exact."""
         below = counts_E.sum() - counts_E * len(counts_E)
         self.expert_bias.add_(below.sign().to(self.expert_bias), alpha=speed)
+
+
+def _of_groups(scores_XGE: Tensor) -> Tensor:
+    """A group's score: the sum of its two best."""
+    return scores_XGE.topk(2, dim=-1).values.sum(-1)
+
+
+def _gap(scores: Tensor, chosen: int) -> float:
+    if chosen >= scores.shape[-1]:
+        return float("inf")
+    best = scores.topk(chosen + 1, dim=-1).values
+    return (best[..., chosen - 1] - best[..., chosen]).min().item()
 
 
 def count(experts_BTK: Tensor, valid_BT: Tensor, experts: int) -> Tensor:

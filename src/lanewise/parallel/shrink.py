@@ -8,10 +8,10 @@ from lanewise.parallel.layout import Layout
 WIDTH = 64
 
 
-def shrink(run: Run, layout: Layout) -> Run:
+def shrink(run: Run, layout: Layout, replicas: int = 1) -> Run:
     """Heads, groups, biases, ties, extra prediction depths and dropout are kept; so is whether sizes divide by tp.
 
-    Layers, widths, experts, vocabulary, sequence and batch are cut down to what the layout needs.
+    Layers, widths, experts, vocabulary, sequence, batch and lanes are cut down to what the layout needs.
     """
     model = run.model
     sizes: dict[str, Any] = {
@@ -25,6 +25,7 @@ def shrink(run: Run, layout: Layout) -> Run:
     batch = run.batch.model_copy(
         update={
             "sequence_length": stride * -(-16 // stride),
+            "lanes": min(run.batch.lanes, max(4, replicas)),
             "microbatches": min(run.batch.microbatches, 2),
             "size": layout.fsdp * layout.ep * min(run.batch.size, 2),
         }

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from math import sqrt
+from functools import partial
+from math import inf, sqrt
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from lanewise.lanes.keys import slot_key
 from lanewise.models.build import build
 from lanewise.models.init import fill
 from lanewise.models.loss import Objective
+from lanewise.models.router import Choice, Router
 from lanewise.models.spec import IGNORE
 from lanewise.parallel.build import build_part
 from lanewise.parallel.mesh import Mesh
@@ -30,25 +32,27 @@ CPU = torch.device("cpu")
 @dataclass
 class Trace:
     """losses, norms: of each step; gradients: of the first step's mean loss, whole tensors by name, unclipped;
-    weights, buffers: after the last step; held_out: the evaluation loss then."""
+    weights, buffers: after the last step; held_out: the evaluation loss then. margin: by how much, at the least, an
+    expert was chosen over one that was not (only of the reference)."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
     held_out: float = 0.0
+    margin: float = inf
 
 
 class MadeUp:
     """Random slots that have what real data may have: ignored labels anywhere, a sequence with one valid label, one
     with none, unequal numbers of valid tokens, and in every other slot several documents in a row."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(self, run: Run, draw: int = 0) -> None:
+        self.run, self.draw = run, draw
 
     def slot(self, step: int, lane: int, k: int) -> Slot:
         batch = self.run.batch
-        random = np.random.default_rng([self.run.train.seed, step, lane, k])
+        random = np.random.default_rng([self.run.train.seed, self.draw, step, lane, k])
         shape = (batch.size, batch.sequence_length)
         tokens_BT, labels_BT = random.integers(self.run.model.vocab_size, size=(2, *shape))
         labels_BT[random.random(shape) < 0.1 * (1 + lane)] = IGNORE
@@ -128,6 +132,8 @@ def reference(run: Run, data: MadeUp) -> Trace:
         eps=run.optimizer.eps,
     )
     found = Trace()
+    for router in (module for module in model.modules() if isinstance(module, Router)):
+        router.register_forward_hook(partial(_note_margin, found))
     for step in range(1, STEPS + 1):
         nll, tokens, counts = 0.0, 0, None
         model.train()
@@ -163,6 +169,10 @@ def reference(run: Run, data: MadeUp) -> Trace:
         losses = [model(**inputs(slot, CPU)).nll_sum.item() for slot in held]
     found.held_out = sum(losses) / sum(s.valid for s in held)
     return found
+
+
+def _note_margin(found: Trace, router: Router, _inputs: Any, choice: Choice) -> None:
+    found.margin = min(found.margin, router.margin(choice.scores_BTE))
 
 
 def _slots(run: Run, data: MadeUp, step: int) -> Iterator[tuple[Slot, Tensor]]:
