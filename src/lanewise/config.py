@@ -182,6 +182,7 @@ class Train(Section):
     precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16 keeps fp32 master weights and sums")
     label_smoothing: float = Field(0.0, description="part of a label's weight that goes to all words alike", ge=0, lt=1)
     z_loss: float = Field(0.0, description="weight of the squared log of softmax's denominator", ge=0)
+    freeze: tuple[str, ...] = Field((), description="parameters that do not change, by name, as in 'layers.0.*'")
     compile: bool = Field(False, description="torch.compile the blocks: slower start, faster steps, other bits")
     threads: int = Field(1, description="compute threads per process", ge=1)
     deterministic: bool = Field(True, description="deterministic kernels on CUDA (always so on CPU)")

@@ -1,14 +1,19 @@
-"""Faults of parts that are not always used, dropout and expert balance in the trainer (rows A13 to A15)."""
+"""Faults of parts that are frozen or not always used, dropout and expert balance in the trainer (rows A12 to A15)."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from lanewise import config
+from lanewise.cli.main import main
+from lanewise.config import with_vocabulary
 from lanewise.lanes.keys import slot_key
+from lanewise.models.build import build
+from lanewise.models.init import initial
 from reference import Reference, assert_same_gradients, gradients_of, reference
-from system import DEEPSEEK, DENSE, records, settings, tensors, train, write_documents
+from system import DEEPSEEK, DENSE, hashes, records, sentences, settings, tensors, train, write_documents
 
 ONE_STEP = "train.steps=1 optimizer.clip=0 data.pack=document data.shuffle=false data.held_out=0".split()
 
@@ -18,6 +23,32 @@ def first_step(folder: Path, texts: list[str], workers: int, *overrides: str) ->
     out = folder / f"out-{workers}"
     assert train(run, out, workers) == 0
     return run, out
+
+
+def test_A12_frozen_parameters_are_saved_and_restored_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_documents(tmp_path / "text.jsonl", sentences(16))
+    freeze = ["train.freeze=['layers.0.*','embed.weight']", "train.steps=3"]
+    run = settings(tmp_path, source, *DENSE, *freeze, "batch.lanes=2")
+    assert train(run, tmp_path / "one") == 0
+    assert train(run, tmp_path / "two", 2, until=1) == 0
+    assert train(run, tmp_path / "two", 1) == 0
+    assert hashes(tmp_path / "two") == hashes(tmp_path / "one")
+    weights = tensors(tmp_path / "one", "model/")
+    fixed = {name for name in weights if name.startswith("layers.0.") or name == "embed.weight"}
+    assert weights.keys() - tensors(tmp_path / "one", "exp_avg/").keys() == fixed
+    for spec in build(with_vocabulary(run, len(weights["embed.weight"])).model).table():
+        assert torch.equal(weights[spec.name], initial(spec, run.train.seed)) == (spec.name in fixed), spec.name
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "one"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["frozen"] == sum(weights[name].numel() for name in fixed)
+
+
+def test_A12_a_pattern_that_matches_nothing_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    source = write_documents(tmp_path / "text.jsonl", sentences(16))
+    assert train(settings(tmp_path, source, *DENSE, "train.freeze=['layer.0.*']"), tmp_path / "out") == 2
+    [line] = [line for line in capfd.readouterr().err.splitlines() if "freeze" in line]
+    assert "'layer.0.*'" in line
+    assert "layers.0." in line
 
 
 @pytest.mark.parametrize(("workers", "zero"), [(1, 1), (3, 1), (2, 2)])

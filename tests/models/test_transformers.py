@@ -183,7 +183,5 @@ def test_prediction_ahead():
         expected = layer(
             following, hidden, position_embeddings=position, attention_mask=None, position_ids=None, cache=None
         )
-        got, _ = ahead(
-            hidden, following, ours.rotary.angles(64, hidden.device), torch.ones(2, 64, dtype=torch.bool), None
-        )
+        got, _ = ahead(hidden, following, ours.places(hidden[..., 0]), torch.ones(2, 64, dtype=torch.bool), None)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from spread_ranks import DEEPSEEK, DENSE, TOLERANCE, alone, errors, make, same_bits, traced
+from spread_ranks import DEEPSEEK, DENSE, TOLERANCE, alone, error, errors, make, same_bits, traced
 
 from lanewise.lanes.reducer import _BucketSum
 from lanewise.models import loss
@@ -39,6 +39,21 @@ def test_replicas_on_top_change_no_bit(model):
         assert same_bits(
             on_ranks(size, traced, make(model, lanes=3, dropout=0.1, layout={"zero": zero}), "tp2")[0], one
         )
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "names"),
+    [(DENSE, 4, ["q.bias", "k.bias", "v.bias"]), (DEEPSEEK, 2, ["kv_down.weight"])],
+    ids=["biases", "rotary key"],
+)
+def test_A4_what_heads_share_adds_up_over_the_ranks(model, size, names):
+    """Measured by its own size: of the latent projection only the last rows make the rotary key of all heads."""
+    run = make(model)
+    found, right = on_ranks(size, traced, run, f"tp{size}")[0], alone(run)
+    rows = slice(model.get("kv_lora_rank", 0), None)
+    for name in (f"layers.{layer}.attention.{name}" for layer in (0, 1) for name in names):
+        assert right.gradients[name][rows].abs().max() > 0
+        assert error(found.gradients[name][rows], right.gradients[name][rows]) < TOLERANCE, name
 
 
 def in_halves(rank, size, seed, objective):

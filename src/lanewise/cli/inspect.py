@@ -23,7 +23,9 @@ def run(arguments: argparse.Namespace) -> int:
     stored = Stored(checkpoint)
     meta = stored.manifest.meta
     axes = meta["layout"].get("axes", "")
-    parameters = [shape for name, (shape, _) in stored.forms.items() if name.startswith("model/")]
+    sizes = {name: prod(shape) for name, (shape, _) in stored.forms.items()}
+    parameters = sum(size for name, size in sizes.items() if name.startswith("model/"))
+    moving = sum(size for name, size in sizes.items() if name.startswith("exp_avg/"))
     facts = {
         "checkpoint": str(checkpoint),
         "step": stored.manifest.step,
@@ -31,7 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
         "tokens": meta["progress"]["tokens"],
         "skipped": meta["progress"]["skipped"],
         "layout": f"{meta['layout']['replicas']} replicas{axes and f' of {axes}'}, ZeRO {meta['layout']['zero']}",
-        "parameters": sum(prod(shape) for shape in parameters),
+        "parameters": parameters,
+        "frozen": parameters - moving if moving else 0,  # they have no moments; nor has anything imported
         "bytes": stored.nbytes,
         "health": health(arguments.path),
         "weights": weights_hash(stored.tensors("model/")),

@@ -19,7 +19,8 @@ from lanewise.lanes.wire import gather
 
 @dataclass
 class Part:
-    """What one process updates of a bucket: flat [n] fp32 tensors over bucket positions [start, start + n)."""
+    """What one process updates of a bucket: flat [n] fp32 tensors over bucket positions [start, start + n). A frozen
+    bucket's moments are empty."""
 
     bucket: Bucket
     start: int
@@ -33,7 +34,8 @@ class Part:
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds of this part, by kind."""
-        return {"model": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        moments = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq} if self.bucket.trainable else {}
+        return {"model": self.master} | moments
 
 
 class ShardedAdamW:
@@ -46,17 +48,16 @@ class ShardedAdamW:
     def __init__(self, config: Optimizer, buckets: Sequence[Bucket], zero: int) -> None:
         self.config, self.sharded = config, zero > 0
         self.parts = [self._part(bucket) for bucket in buckets]
+        self.trained = [part for part in self.parts if part.bucket.trainable]
 
     def _part(self, bucket: Bucket) -> Part:
         start, stop = (bucket.own.start, bucket.own.stop) if self.sharded else (0, bucket.size)
         weights = bucket.weights[start:stop]
         master = weights if weights.dtype == torch.float32 else torch.zeros_like(weights, dtype=torch.float32)
-        return Part(bucket, start, master, torch.zeros_like(master), torch.zeros_like(master))
+        size = len(master) if bucket.trainable else 0
+        return Part(bucket, start, master, master.new_zeros(size), master.new_zeros(size))
 
-    def decay(self, place: Place) -> float | None:
-        """Weight decay of a parameter; None if it is frozen: it gets no update at all."""
-        if not place.parameter.requires_grad:
-            return None
+    def decay(self, place: Place) -> float:
         return 0.0 if place.spec.kind in self.config.no_decay else self.config.weight_decay
 
     def _gradients(self, chunks: Sequence[Tensor]) -> list[Tensor]:
@@ -64,7 +65,7 @@ class ShardedAdamW:
         if self.sharded:
             return list(chunks)
         full, works = [], []
-        for part, chunk in zip(self.parts, chunks, strict=True):
+        for part, chunk in zip(self.trained, chunks, strict=True):
             group = part.bucket.copies.group
             if group is None:
                 full.append(chunk)
@@ -78,10 +79,11 @@ class ShardedAdamW:
         return full
 
     def step(self, chunks: Sequence[Tensor], divisor: float, lr: float, update: int) -> None:
-        """Update number `update` (from 0) with gradients chunks / divisor; then every copy's weights are new."""
+        """Update number `update` (from 0) with gradients chunks / divisor, one for each bucket that is not frozen; then
+        every copy's weights are new."""
         works: list[dist.Work] = []
-        scale = torch.tensor(divisor, dtype=torch.float32, device=chunks[0].device)
-        for part, gradient in zip(self.parts, self._gradients(chunks), strict=True):
+        scale = torch.tensor(divisor, dtype=torch.float32, device=self.parts[0].master.device)
+        for part, gradient in zip(self.trained, self._gradients(chunks), strict=True):
             for decay, a, b in self._segments(part):
                 adamw(
                     [part.master[a:b]],
@@ -106,14 +108,13 @@ class ShardedAdamW:
 
     def _segments(self, part: Part) -> Iterator[tuple[float, int, int]]:
         """(decay, from, to) of the part: runs of parameters with the same decay, padding with its left neighbour."""
-        runs: list[tuple[float | None, int]] = []
+        runs: list[tuple[float, int]] = []
         for place, a, _ in part.bucket.overlaps(part.start, part.stop):
             if not runs or runs[-1][0] != self.decay(place):
                 runs.append((self.decay(place), a - part.start))
-        runs.append((None, part.master.numel()))
+        runs.append((0.0, part.master.numel()))
         for (decay, start), (_, end) in pairwise(runs):
-            if decay is not None:
-                yield decay, start, end
+            yield decay, start, end
 
     def _publish(self, part: Part) -> list[dist.Work]:
         weights = part.bucket.weights[part.start : part.stop]

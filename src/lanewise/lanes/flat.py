@@ -80,10 +80,12 @@ class Bucket:
 
     weights: [size] in the compute dtype, size = copies * chunk; the parameters become views of it.
     number: among the buckets of the same copies, on all of which it is the same: it tags their messages.
+    trainable: its parameters get gradients and updates; those of the others are frozen.
     """
 
     def __init__(self, places: Sequence[Place], number: int, dtype: torch.dtype, block: int) -> None:
         self.places, self.number = places, number
+        self.trainable = places[0].parameter.requires_grad
         self.block = block
         self.copies = copies = places[0].held.copies
         self.used = _round_up(places[-1].stop, block)
@@ -135,26 +137,28 @@ def lay_out(
     """Buckets of about `bucket_mb` MB (fp32), filled in the reverse of `named`: backward's order, roughly.
 
     named: the parameters of this rank, which are its boxes of those in the whole model's `table`; `held` says which.
-    What other copies hold goes into other buckets. Which parameters share a bucket is the same on all ranks that hold
-    boxes of the same ones, even if their boxes are not of one size: they exchange in the same order.
+    What other copies hold goes into other buckets, and so does what is frozen. Which parameters share a bucket is the
+    same on all ranks that hold boxes of the same ones, even if their boxes are not of one size: they exchange in the
+    same order.
     dtype: what the model computes in; its parameters become views of the buckets' weights of that dtype.
     """
     specs = {spec.name: spec for spec in table}
     block = block_size(sum(math.prod(spec.shape) for spec in table))
     most = int(bucket_mb * 2**20 / 4)
     buckets: list[list[Place]] = []
-    filling: dict[Copies, tuple[list[Place], int]] = {}
+    filling: dict[tuple[Copies, bool], tuple[list[Place], int]] = {}
     for name, parameter in reversed(named):
         spec, here = specs[name], held(specs[name])
-        if here.copies not in filling:
+        key = here.copies, parameter.requires_grad
+        if key not in filling:
             buckets.append([])
-            filling[here.copies] = buckets[-1], 0
-        places, size = filling[here.copies]
+            filling[key] = buckets[-1], 0
+        places, size = filling[key]
         places.append(Place(spec, parameter, here, _round_up(places[-1].stop, block) if places else 0))
         size += _round_up(math.prod(spec.shape) // here.boxes, block)
-        filling[here.copies] = places, size
+        filling[key] = places, size
         if size >= most:
-            del filling[here.copies]
+            del filling[key]
     numbers: dict[Copies, Iterator[int]] = defaultdict(itertools.count)
     return [Bucket(places, next(numbers[places[0].held.copies]), dtype, block) for places in buckets]
 

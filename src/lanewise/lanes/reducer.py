@@ -48,11 +48,10 @@ class Reducer:
         self.lanes, self.microbatches = lanes, microbatches
         self.mine = lanes_of(replica, replicas, lanes)
         nodes = [cover(r.start, r.stop, lanes) for r in (lanes_of(other, replicas, lanes) for other in range(replicas))]
-        self.sums = [_BucketSum(bucket, lanes, nodes, free_early) for bucket in buckets]
+        self.sums = [_BucketSum(bucket, lanes, nodes, free_early) for bucket in buckets if bucket.trainable]
         self._launched = 0
         for bucket_sum in self.sums:
-            for index in bucket_sum.trainable:
-                place = bucket_sum.bucket.places[index]
+            for index, place in enumerate(bucket_sum.bucket.places):
                 place.parameter.register_post_accumulate_grad_hook(self._hook(bucket_sum, index))
 
     def _hook(self, bucket_sum: "_BucketSum", index: int) -> Callable[[Tensor], None]:
@@ -81,7 +80,8 @@ class Reducer:
             self._launched += 1
 
     def finish(self) -> Iterator[Tensor]:
-        """This rank's chunk of each bucket's gradient, summed over all lanes: [chunk] fp32, valid until `begin`.
+        """This rank's chunk of each trainable bucket's gradient, summed over all lanes: [chunk] fp32, valid until
+        `begin`.
 
         Each is yielded as it arrives: what is done with one overlaps with the exchange of the next.
         """
@@ -104,7 +104,6 @@ class _BucketSum:
         self.bucket, self.lanes = bucket, lanes
         self.copies, self.free_early = bucket.copies, free_early
         self.nodes = [replica for replica in nodes for _ in range(self.copies.parts)]  # of each copy, in rank order
-        self.trainable = [i for i, place in enumerate(bucket.places) if place.parameter.requires_grad]
         self.pool: list[Tensor] = []
         self.inbox: dict[tuple[int, int], Tensor] = {}  # by sender and by which of its nodes
         self.reset()
@@ -119,7 +118,7 @@ class _BucketSum:
 
     def begin(self, lane: int, first: bool, last: bool, final: bool) -> None:
         self.lane, self.last, self.final = lane, last, final
-        self.missing = set(self.trainable)
+        self.missing = set(range(len(self.bucket.places)))
         self.complete = False
         self.fresh = first
         if first:
@@ -179,7 +178,7 @@ class _BucketSum:
         return left
 
     def _buffer(self) -> Tensor:
-        """A gradient buffer: zero in its padding and for frozen parameters, to be overwritten everywhere else."""
+        """A gradient buffer: zero in its padding, to be overwritten everywhere else."""
         if self.pool:
             return self.pool.pop()
         return torch.zeros(self.bucket.size, dtype=torch.float32, device=self.bucket.weights.device)

@@ -66,8 +66,9 @@ class Voter:
     def __init__(
         self, buckets: Sequence[Bucket], numels: Mapping[str, Sequence[int]], group: dist.ProcessGroup | None
     ) -> None:
-        self.buckets, self.group = buckets, group
-        self.positions, self.blocks = norm_positions(buckets, numels)
+        self.group = group
+        positions, self.blocks = norm_positions(buckets, numels)
+        self.trained = [(b, at) for b, at in zip(buckets, positions, strict=True) if b.trainable]
 
     def vote(self, ballot: Ballot, chunks: Iterable[Tensor], stop: bool) -> tuple[Verdict, list[Tensor]]:
         """The verdict, and the reduced chunks, which are looked at as they arrive.
@@ -76,7 +77,7 @@ class Voter:
         """
         squares = ballot.loss.new_zeros(self.blocks)
         arrived = []
-        for bucket, positions, chunk in zip(self.buckets, self.positions, chunks, strict=True):
+        for (bucket, positions), chunk in zip(self.trained, chunks, strict=True):
             first = bucket.own.start // bucket.block
             mine = positions[first : first + bucket.chunk // bucket.block].to(squares.device)
             real = mine >= 0

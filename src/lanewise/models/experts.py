@@ -94,11 +94,15 @@ class _Grouped(torch.autograd.Function):
         return y_PO
 
     @staticmethod
-    def backward(ctx: Any, g_PO: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, g_PO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x_PI, w_EOI = ctx.saved_tensors
-        dx_PI, dw_EOI = torch.empty_like(x_PI), torch.empty_like(w_EOI)
-        groups = (x_PI.split(ctx.sizes), w_EOI, g_PO.split(ctx.sizes), dx_PI.split(ctx.sizes), dw_EOI)
-        for x, w, g, dx, dw in zip(*groups, strict=True):
-            torch.mm(g, w, out=dx)
-            torch.mm(g.T, x, out=dw)  # zeros where the expert has no row
+        dx_PI, dw_EOI = None, None
+        if ctx.needs_input_grad[0]:
+            dx_PI = torch.empty_like(x_PI)
+            for w, g, dx in zip(w_EOI, g_PO.split(ctx.sizes), dx_PI.split(ctx.sizes), strict=True):
+                torch.mm(g, w, out=dx)
+        if ctx.needs_input_grad[1]:
+            dw_EOI = torch.empty_like(w_EOI)
+            for x, g, dw in zip(x_PI.split(ctx.sizes), g_PO.split(ctx.sizes), dw_EOI, strict=True):
+                torch.mm(g.T, x, out=dw)  # zeros where the expert has no row
         return dx_PI, dw_EOI, None

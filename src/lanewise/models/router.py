@@ -66,7 +66,10 @@ class Router(Declared):
 
     @torch.no_grad()
     def balance(self, counts_E: Tensor, speed: float) -> None:
-        """Raise the bias of experts below the mean load, lower it above. Integers, so the sign is exact."""
+        """Raise the bias of experts below the mean load, lower it above. Integers, so the sign is exact. A router whose
+        weight is frozen keeps its bias, too."""
+        if not self.weight.requires_grad:
+            return
         below = counts_E.sum() - counts_E * len(counts_E)
         self.expert_bias.add_(below.sign().to(self.expert_bias), alpha=speed)
 

@@ -7,6 +7,7 @@ from lanewise.models.base import LanguageModel
 from lanewise.models.build import build
 from lanewise.models.deepseek import DeepSeek
 from lanewise.models.dense import Attention
+from lanewise.models.freeze import freeze
 from lanewise.models.linear import TiedHead
 from lanewise.models.loss import Objective
 from lanewise.parallel.boxes import box, cut_axes
@@ -30,6 +31,7 @@ def build_part(run: Run, mesh: Mesh) -> LanguageModel:
     if mesh.size["pp"] > 1:
         _keep_stage(model, mesh, stages(run.model, mesh.size["pp"])[mesh.at["pp"]])
     _cut_parameters(model, mesh)
+    freeze(model, model.table(), run.train.freeze)
     if run.layout.recompute != "none":
         for block in model.blocks():
             recompute(block, run.layout.recompute)

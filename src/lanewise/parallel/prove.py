@@ -81,8 +81,9 @@ def prove(run: Run, layout: Layout, world: World) -> list[Finding]:
         _worst("gradient norm of each step", _numbers(found.norms, right.norms)),
         _worst("held-out loss", _numbers([found.held_out], [right.held_out])),
     ]
-    for kind in dict.fromkeys(kinds.values()):
-        names = [name for name in kinds if kinds[name] == kind]
+    trained = {name: kind for name, kind in kinds.items() if name in right.gradients}
+    for kind in dict.fromkeys(trained.values()):
+        names = [name for name in trained if trained[name] == kind]
         findings.append(_worst(f"gradient of {kind}", {n: _error(found.gradients, right.gradients, n) for n in names}))
     for kind in dict.fromkeys(kinds.values()):
         names = [f"model/{name}" for name in kinds if kinds[name] == kind]

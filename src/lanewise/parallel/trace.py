@@ -17,6 +17,7 @@ from lanewise.data.dataset import Slot
 from lanewise.evaluation import evaluate, inputs
 from lanewise.lanes.keys import slot_key
 from lanewise.models.build import build
+from lanewise.models.freeze import freeze
 from lanewise.models.init import fill
 from lanewise.models.loss import Objective
 from lanewise.models.router import Choice, Router
@@ -81,7 +82,7 @@ def trace(run: Run, mesh: Mesh, data: MadeUp) -> tuple[Trace | None, Replica]:
         found.losses.append(verdict.loss)
         found.norms.append(verdict.gradient_norm)
         if step == 1:
-            pairs = zip(replica.buckets, chunks, strict=True)
+            pairs = zip((bucket for bucket in replica.buckets if bucket.trainable), chunks, strict=True)
             mean = ((bucket, chunk / verdict.tokens) for bucket, chunk in pairs)
             held = (pair for bucket, chunk in mean for pair in entries(bucket, bucket.own.start, chunk))
             found.gradients = assembled(held, mesh)
@@ -121,8 +122,10 @@ def reference(run: Run, data: MadeUp) -> Trace:
     model = build(run.model)
     model.objective = Objective(run.train.label_smoothing, run.train.z_loss)
     fill(model, run.train.seed)
+    freeze(model, model.table(), run.train.freeze)
     kinds = {spec.name: spec.kind for spec in model.table()}
-    named = dict(model.named_parameters())
+    everything = dict(model.named_parameters())
+    named = {name: p for name, p in everything.items() if p.requires_grad}
     free = [p for name, p in named.items() if kinds[name] in run.optimizer.no_decay]
     decaying = [p for name, p in named.items() if kinds[name] not in run.optimizer.no_decay]
     optimizer = torch.optim.AdamW(
@@ -158,11 +161,11 @@ def reference(run: Run, data: MadeUp) -> Trace:
         optimizer.zero_grad()
         if counts is not None:
             model.balance(counts)
-    found.weights = {f"model/{name}": p.detach() for name, p in named.items()}
+    found.weights = {f"model/{name}": p.detach() for name, p in everything.items()}
     for name, parameter in named.items():
         for kind in ("exp_avg", "exp_avg_sq"):
             found.weights[f"{kind}/{name}"] = optimizer.state[parameter][kind]
-    found.weights |= {f"buffer/{name}": b for name, b in model.state_dict().items() if name not in named}
+    found.weights |= {f"buffer/{name}": b for name, b in model.state_dict().items() if name not in everything}
     model.eval()
     with torch.no_grad():
         held = [data.held(i) for i in range(3)]
