@@ -26,6 +26,7 @@ SOME = ["layers.1.ffn.*", "*norm.weight", "mtp.0.block.attention.kv_down.weight"
         (DENSE, "pp2", 2, FIRST, {}),  # a stage with nothing to train
         (DEEPSEEK, "", 3, SOME, {"layout": {"zero": 1}}),
         (DEEPSEEK, "ep2", 2, SOME, {}),
+        (DEEPSEEK, "fsdp2", 2, SOME, {"size": 4}),
         (DEEPSEEK, "pp2", 2, ["head.weight", "layers.2.*"], {"tie_embeddings": True}),
     ],
 )

@@ -66,6 +66,8 @@ class MadeUp:
             first_BT = random.random(shape) < 4 / batch.sequence_length
             starts_BT = np.maximum.accumulate(first_BT * np.arange(batch.sequence_length), axis=1)
             labels_BT[:, :-1][first_BT[:, 1:]] = IGNORE
+        if lane == 0 and (labels_BT == IGNORE).all():
+            labels_BT[-1, 0] = tokens_BT[-1, -1]  # a step has something to learn from
         return Slot(tokens_BT, labels_BT, [], int(np.count_nonzero(labels_BT != IGNORE)), starts_BT)
 
     def held(self, i: int) -> Slot:
