@@ -14,6 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,14 +47,23 @@ class Held:
     copies: Copies
 
 
+class Use(NamedTuple):
+    """A leaf through which the forward of a stage reads a weight: it gets the gradient of that use alone."""
+
+    stage: int
+    leaf: nn.Parameter
+
+
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter, or the part of it that this rank holds, lies in its bucket."""
+    """Where a parameter, or the part of it that this rank holds, lies in its bucket. Its uses here: mostly one, and two
+    for tied embeddings, the lookup and then the head; `parameter` is the leaf of the first."""
 
     spec: ParamSpec
     parameter: nn.Parameter
     held: Held
     start: int
+    uses: tuple[Use, ...]
 
     @property
     def stop(self) -> int:
@@ -65,19 +75,22 @@ class Bucket:
 
     weights: [size] in the compute dtype, size = copies * chunk; the parameters become views of it.
     number: among the buckets of the same copies, on all of which it is the same: it tags their messages.
+    stages: of each use of its parameters; they all have the same.
     """
 
     def __init__(self, places: Sequence[Place], number: int, dtype: torch.dtype, block: int) -> None:
         self.places, self.number = places, number
         self.block = block
         self.copies = copies = places[0].held.copies
+        self.stages = tuple(use.stage for use in places[0].uses)
         self.used = _round_up(places[-1].stop, block)
         self.chunk = -(-self.used // (block * copies.size)) * block
         self.size = self.chunk * copies.size
         self.own = slice(copies.rank * self.chunk, (copies.rank + 1) * self.chunk)
         self.weights = torch.zeros(self.size, dtype=dtype, device=places[0].parameter.device)
         for place in places:
-            place.parameter.data = self.weights[place.start : place.stop].view(place.parameter.shape)
+            for use in place.uses:
+                use.leaf.data = self.weights[place.start : place.stop].view(use.leaf.shape)
 
     def overlaps(self, start: int, stop: int) -> Iterator[tuple[Place, int, int]]:
         """(place, from, to) of each parameter that has elements in [start, stop) of the bucket; in bucket positions."""
@@ -93,30 +106,34 @@ def lay_out(
     held: Callable[[ParamSpec], Held],
     dtype: torch.dtype,
     bucket_mb: float,
+    uses: Mapping[str, Sequence[Use]] | None = None,
 ) -> list[Bucket]:
     """Buckets of about `bucket_mb` MB (fp32), filled in the reverse of `named`: backward's order, roughly.
 
     named: the parameters of this rank, which are its boxes of those in the whole model's `table`; `held` says which.
-    What other copies hold goes into other buckets. Which parameters share a bucket is the same on all ranks that hold
-    boxes of the same ones, even if their boxes are not of one size: they exchange in the same order.
+    What other copies hold, or other stages use, goes into other buckets. Which parameters share a bucket is the same
+    on all ranks that hold boxes of the same ones, even if their boxes are not of one size: they exchange in one order.
     dtype: what the model computes in; its parameters become views of the buckets' weights of that dtype.
+    uses: of each parameter, by stage; without, one stage uses each of them once.
     """
     specs = {spec.name: spec for spec in table}
     block = block_size(sum(math.prod(spec.shape) for spec in table))
     most = int(bucket_mb * 2**20 / 4)
     buckets: list[list[Place]] = []
-    filling: dict[Copies, tuple[list[Place], int]] = {}
+    filling: dict[tuple[Copies, tuple[int, ...]], tuple[list[Place], int]] = {}
     for name, parameter in reversed(named):
         spec, here = specs[name], held(specs[name])
-        if here.copies not in filling:
+        used = (Use(0, parameter),) if uses is None else tuple(uses[name])
+        kind = here.copies, tuple(use.stage for use in used)
+        if kind not in filling:
             buckets.append([])
-            filling[here.copies] = buckets[-1], 0
-        places, size = filling[here.copies]
-        places.append(Place(spec, parameter, here, _round_up(places[-1].stop, block) if places else 0))
+            filling[kind] = buckets[-1], 0
+        places, size = filling[kind]
+        places.append(Place(spec, parameter, here, _round_up(places[-1].stop, block) if places else 0, used))
         size += _round_up(math.prod(spec.shape) // here.boxes, block)
-        filling[here.copies] = places, size
+        filling[kind] = places, size
         if size >= most:
-            del filling[here.copies]
+            del filling[kind]
     numbers: dict[Copies, Iterator[int]] = defaultdict(itertools.count)
     return [Bucket(places, next(numbers[places[0].held.copies]), dtype, block) for places in buckets]
 

@@ -1,5 +1,7 @@
 """The matrices: projections, the embedding and the output head."""
 
+from typing import cast
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -36,13 +38,20 @@ class TiedHead(nn.Module):
     """An output head that is the embedding. It reads the weight where it lives instead of registering it twice,
     so that no move to another device or dtype can tear the two apart."""
 
-    def __init__(self, embed: Embedding) -> None:
+    def __init__(self, embed: nn.Module) -> None:
         super().__init__()
         self.source = (embed,)  # in a tuple, and so not a submodule
 
     @property
     def weight(self) -> nn.Parameter:
-        return self.source[0].weight
+        return cast(nn.Parameter, self.source[0].weight)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)
+
+    def separate(self) -> None:
+        """Read the weight through a leaf of its own, over the same memory: the gradients of the two uses then come
+        apart, and can be summed as they are where the two ends of the model are on two ranks."""
+        own = nn.Module()
+        own.weight = nn.Parameter(self.weight.detach(), requires_grad=self.weight.requires_grad)
+        self.source = (own,)

@@ -5,14 +5,14 @@ import torch
 from lanewise.config import Run
 from lanewise.models.base import LanguageModel
 from lanewise.models.build import build
-from lanewise.models.deepseek import DeepSeek
 from lanewise.models.dense import Attention
 from lanewise.models.linear import TiedHead
 from lanewise.parallel.boxes import box, cut_axes
 from lanewise.parallel.mesh import Mesh
+from lanewise.parallel.parts import here, keep, parts
 from lanewise.parallel.recompute import recompute
 from lanewise.parallel.spread import Spread
-from lanewise.parallel.stages import stages
+from lanewise.parallel.stages import cut, recomputes
 
 
 def build_part(run: Run, mesh: Mesh) -> LanguageModel:
@@ -23,9 +23,12 @@ def build_part(run: Run, mesh: Mesh) -> LanguageModel:
     with torch.device("meta"):
         model = build(run.model)
     if mesh.size["pp"] > 1:
-        _keep_stage(model, mesh, stages(run.model, mesh.size["pp"])[mesh.at["pp"]])
+        mine, cuts = here(run, mesh), cut(run, mesh.size["pp"])
+        keep(model, [index for stage in mine for index in cuts[stage]], 0 in mine, len(cuts) - 1 in mine)
     _cut_parameters(model, mesh)
     model.to_empty(device=mesh.world.device)
+    if model.starts and model.ends and isinstance(model.head, TiedHead):
+        model.head.separate()
     for buffer in model.buffers():
         buffer.zero_()
     if mesh.layout.size > 1:
@@ -33,25 +36,11 @@ def build_part(run: Run, mesh: Mesh) -> LanguageModel:
         for module in model.modules():
             if hasattr(module, "seams"):
                 module.seams = seams  # type: ignore[assignment]
-    if run.layout.recompute != "none":
-        for block in model.blocks():
-            recompute(block, run.layout.recompute)
+    for stage, part in parts(run, mesh, model).items():
+        if recomputes(run.layout, stage):
+            for block in part.blocks():
+                recompute(block, run.layout.recompute)
     return model
-
-
-def _keep_stage(model: LanguageModel, mesh: Mesh, layers: range) -> None:
-    """Drop the layers of other stages. Tied embeddings stay at both ends."""
-    model.whole = model.table()
-    model.starts, model.ends = mesh.at["pp"] == 0, mesh.at["pp"] == mesh.size["pp"] - 1
-    tied = isinstance(model.head, TiedHead)
-    for index in [index for index in model.layers if int(index) not in layers]:
-        del model.layers[index]
-    if not model.starts and not (tied and model.ends):
-        del model.embed
-    if not model.ends:
-        del model.norm, model.head
-        if isinstance(model, DeepSeek):
-            model.mtp.clear()
 
 
 def _cut_parameters(model: LanguageModel, mesh: Mesh) -> None:
