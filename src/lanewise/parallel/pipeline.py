@@ -4,6 +4,7 @@ Every stage reads its tokens and labels from the data itself, a pure function of
 In every stage the weights get their gradients in the order of the microbatches, so they add up as without a pipeline.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,9 @@ CLASSES = {
     "zbv": "ZBVZeroBubble",
     "dualpipev": "DualPipeV",
 }
+
+# Where a rank fails, or sees that another has, torch logs the whole schedule: hundreds of lines above the reason.
+logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
 
 class Microbatch(NamedTuple):
