@@ -69,6 +69,7 @@ def test_no_schedule_changes_a_bit(model):
         (DENSE, "pp4", 4, "", {"schedule": "dualpipev"}, {"layers": 9, "train": {"precision": "bf16"}}),
         (DENSE, "pp2", 2, "", {"schedule": "looped-bfs", "chunks": 3, "stages": (1, 2, 1, 1, 1, 1)}, {"layers": 7}),
         (DENSE, "pp2", 2, "", {"stages": (1, 3)}, {}),
+        (DENSE, "", 3, "", {}, {"lanes": 5, "tie_embeddings": True}),  # no pipeline, but the two uses kept apart
     ],
 )
 def test_no_mix_changes_a_bit(model, axes, size, base, layout, overrides):

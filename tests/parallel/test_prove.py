@@ -33,9 +33,12 @@ def proven(rank, size, run, axes, fault=None):
     return [(f.what, f.worst, f.tolerance, f.passed) for f in prove(run, Layout.parse(axes), world)]
 
 
-@pytest.mark.parametrize(("model", "axes", "size"), [(DENSE, "pp2", 4), (DEEPSEEK, "tp2", 4)])
-def test_what_is_right_passes(model, axes, size):
-    findings, *others = on_ranks(size, proven, make(model), axes)
+@pytest.mark.parametrize(
+    ("model", "layout", "axes", "size"),
+    [(DENSE | {"layers": 4, "tie_embeddings": True}, {"schedule": "zbv"}, "pp2", 4), (DEEPSEEK, {}, "tp2", 4)],
+)
+def test_what_is_right_passes(model, layout, axes, size):
+    findings, *others = on_ranks(size, proven, make(model, layout=layout), axes)
     assert others == [[]] * (size - 1)
     assert all(passed for *_, passed in findings)
     exact = [what for what, _, tolerance, _ in findings if tolerance == 0]
