@@ -30,7 +30,7 @@ from lanewise.models.spec import Output, Passed
 from lanewise.parallel.build import build_part
 from lanewise.parallel.layout import Layout, check
 from lanewise.parallel.mesh import Mesh
-from lanewise.parallel.pipeline import CLASSES, Event, Pipeline
+from lanewise.parallel.pipeline import CLASSES, Event, Microbatch, Pipeline
 from lanewise.parallel.stages import chunks, dealt, turns_back
 from lanewise.parallel.trace import MadeUp
 from lanewise.replica import Replica
@@ -129,10 +129,8 @@ def sleeping(run: config.Run, mesh: Mesh, unit: float) -> tuple[Pipeline, Callab
     }
     nobody: Any = _Nobody()
     pipeline = Pipeline(parts, mesh, run, nobody, torch.float32)
-    data = MadeUp(run.model_copy(update={"model": run.model.model_copy(update={"vocab_size": 8})}))
-    replica = object.__new__(Replica)
-    replica.run, replica.mesh = run, mesh
-    microbatches = [replica._microbatch(data.slot(1, lane, 0), 1, lane) for lane in range(run.batch.lanes)]
+    nothing = torch.empty(0)
+    microbatches = [Microbatch(lane, 0, nothing, nothing, 0, None) for lane in range(run.batch.lanes)]
     return pipeline, lambda: pipeline.train(microbatches, lambda *_made: None)
 
 
