@@ -194,8 +194,14 @@ class Layout(Section):
     recompute: Literal["none", "full", "selective"] = free(
         "none", "activations not kept for the backward: none, all of a block's, or all but products of matrices"
     )
+    recompute_stages: tuple[Annotated[int, Field(ge=0)], ...] = free((), "stages that recompute; empty: all of them")
     axes: str = free("", "axes inside a replica with their degrees, as in 'pp2.tp2'; empty: a replica is one worker")
     offload: bool = free(False, "with fsdp: weights, gradients and optimizer state in host memory")
+    schedule: Literal["gpipe", "1f1b", "interleaved", "looped-bfs", "interleaved-zb", "zbv", "dualpipev"] = free(
+        "1f1b", "order of the pipeline's forwards and backwards"
+    )
+    chunks: int = free(0, "stages on each worker of the pipeline; 0: one for gpipe and 1f1b, else two", ge=0)
+    stages: tuple[Annotated[int, Field(ge=1)], ...] = free((), "layers of each stage; empty: cut evenly by cost")
     zero: Literal[0, 1, 2] = free(1, "across replicas: 1 shards the optimizer, 2 also frees full gradients early")
     bucket_mb: float = Field(8.0, description="fp32 gradient bytes exchanged at once, in MB (2^20)", gt=0)
 

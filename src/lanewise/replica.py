@@ -20,6 +20,7 @@ from lanewise.parallel import boxes
 from lanewise.parallel.build import PRECISIONS
 from lanewise.parallel.layout import WORK
 from lanewise.parallel.mesh import Mesh
+from lanewise.parallel.parts import uses
 from lanewise.parallel.pipeline import Microbatch, Pipeline
 
 
@@ -31,12 +32,14 @@ class Replica:
         table = self.model.table()
         self.parameter_names = {name for spec in table for name in (spec.name, *spec.aliases)}
         dtype = PRECISIONS[run.train.precision]
+        stages = model.stages or {0: model}
         self.buckets = lay_out(
             list(self.model.named_parameters()),
             table,
             lambda spec: boxes.held(spec, mesh),
             torch.float32 if mesh.size["fsdp"] > 1 else dtype,
             run.layout.bucket_mb,
+            uses(stages),
         )
         self.reducer = Reducer(
             self.buckets, run.batch.lanes, run.batch.microbatches, mesh.replicas, mesh.replica, run.layout.zero == 2
@@ -44,7 +47,7 @@ class Replica:
         self.optimizer = ShardedAdamW(run.optimizer, self.buckets, run.layout.zero)
         numels = {spec.name: boxes.numels(spec, mesh.size) for spec in table}
         self.voter = Voter(self.buckets, numels, mesh.world.group)
-        self.pipeline = Pipeline(model, mesh, run, self.reducer, dtype) if mesh.size["pp"] > 1 else None
+        self.pipeline = Pipeline(stages, mesh, run, self.reducer, dtype) if mesh.size["pp"] > 1 else None
         self._initialise(run.train.seed)
         if run.train.compile:
             for module in self.model.blocks():

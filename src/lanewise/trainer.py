@@ -29,6 +29,7 @@ from lanewise.origin import check_origin, what_it_holds
 from lanewise.parallel.build import build_part
 from lanewise.parallel.layout import Layout
 from lanewise.parallel.mesh import Mesh
+from lanewise.parallel.stages import turns_back
 from lanewise.parallel.sync import first_difference
 from lanewise.replica import Replica
 from lanewise.schedule import learning_rate
@@ -80,7 +81,7 @@ class Trainer:
         self.steps = self.run.train.steps
         if self.run.train.epochs:
             self.steps = self.dataset.steps_per(self.run.train.epochs)
-        self.mesh = Mesh(world, Layout.parse(self.run.layout.axes))
+        self.mesh = Mesh(world, Layout.parse(self.run.layout.axes), turns_back(self.run.layout))
         self.replica = Replica(self.run, build_part(self.run, self.mesh), self.mesh)
         self.progress = Progress()
         self.saved = -1  # step of the newest checkpoint

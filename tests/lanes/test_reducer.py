@@ -147,3 +147,17 @@ def test_zero_shards_the_optimizer():
     (*_, alone), full, sharded = train(0, 1, 4, 1, 1), on_ranks(4, train, 4, 1, 0), on_ranks(4, train, 4, 1, 1)
     assert all(held >= alone for *_, held in full)
     assert all(held < 0.5 * alone for *_, held in sharded)
+
+
+def test_slots_out_of_order_are_refused():
+    """In every stage by itself: another order would add up to other bits."""
+    model = Toy()
+    whole = Held((0, 0), 0, 1, Copies())
+    buckets = lay_out(list(model.named_parameters()), model.table(), lambda spec: whole, torch.float32, 0.005)
+    reducer = Reducer(buckets, 2, 2, 1, 0, free_early=False)
+    reducer.begin(0, 0, stage=3)
+    with pytest.raises(AssertionError, match="in order"):
+        reducer.begin(0, 1)
+    reducer.begin(0, 1, stage=3)
+    with pytest.raises(AssertionError, match="in order"):
+        reducer.begin(1, 1, stage=3)

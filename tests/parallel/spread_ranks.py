@@ -7,6 +7,7 @@ from lanewise.config import Run
 from lanewise.elastic.world import World
 from lanewise.parallel.layout import Layout
 from lanewise.parallel.mesh import Mesh
+from lanewise.parallel.stages import turns_back
 from lanewise.parallel.trace import MadeUp, Trace, reference, trace
 
 # fp32 sums in another order. A missing or doubled sum is off by 0.02 and more in the parameter it belongs to.
@@ -63,7 +64,12 @@ def make(model, lanes=4, microbatches=2, size=2, length=16, layout=None, train=N
 def traced(rank, size, run, axes):
     """The trace of `run` in the layout, on the first rank; None elsewhere."""
     world = World(rank, size, torch.device("cpu"), dist.group.WORLD if size > 1 else None)
-    return trace(run, Mesh(world, Layout.parse(axes)), MadeUp(run))[0]
+    return trace(run, Mesh(world, Layout.parse(axes), turns_back(run.layout)), MadeUp(run))[0]
+
+
+def all_traced(rank, size, runs, axes):
+    """`traced` of several runs, one after the other in the same processes."""
+    return [traced(rank, size, run, axes) for run in runs]
 
 
 def alone(run):

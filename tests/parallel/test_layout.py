@@ -32,7 +32,7 @@ def test_what_is_no_layout_is_refused(text):
         ("ep4", 4, {}, "batch.size .2. must be a multiple of 4"),
         ("tp8", 8, {}, "tp is more than model.heads"),
         ("tp4", 4, {"ffn_hidden": 3}, "tp is more than model.ffn_hidden"),
-        ("pp3", 3, {}, "pp is more than model.layers .2.: each stage needs one"),
+        ("pp3", 3, {}, "3 stages .* are more than model.layers .2.: each stage needs one"),
         ("tp2", 10, {}, "5 replicas but only 4 lanes"),
     ],
 )
@@ -45,3 +45,31 @@ def test_what_works_is_not_refused():
     for model in (DENSE, DEEPSEEK):
         for axes, workers in [("", 1), ("", 4), ("tp2", 8), ("tp4", 4), ("cp2.tp2", 4)]:
             check(Layout.parse(axes), make(model), workers)
+
+
+@pytest.mark.parametrize(
+    ("axes", "workers", "layout", "words"),
+    [
+        ("", 1, {"schedule": "zbv"}, "layout.schedule .zbv. is for a pipeline"),
+        ("tp2", 2, {"stages": (3, 5)}, "layout.stages .3,5. is for a pipeline"),
+        ("pp2", 2, {"chunks": 2}, "schedule 1f1b has one stage on each worker"),
+        ("pp2", 2, {"schedule": "dualpipev", "chunks": 3}, "schedule dualpipev has two stages on each worker"),
+        ("pp2", 2, {"stages": (3, 3, 2)}, "layout.stages cuts 3 stages, but layout pp2 with schedule 1f1b has 2"),
+        ("pp2", 2, {"stages": (3, 3)}, "layout.stages adds up to 6 layers, but model.layers is 8"),
+        ("pp3", 3, {"schedule": "interleaved", "chunks": 3}, "9 stages .* are more than model.layers .8."),
+        ("pp2", 2, {"recompute_stages": (0,)}, "layout.recompute is none"),
+        ("pp2", 2, {"recompute_stages": (2,), "recompute": "full"}, "there is no stage 2 in layout pp2, .* 0 to 1"),
+        ("pp2", 4, {"schedule": "dualpipev"}, "dualpipev needs microbatches no fewer than its stages .4., .* has 2"),
+        ("pp2", 2, {"schedule": "interleaved"}, "interleaved needs microbatches that go into its 2 rounds"),
+    ],
+)
+def test_the_broken_rule_of_a_pipeline_is_named(axes, workers, layout, words):
+    lanes = 5 if "go into" in words else 4
+    with pytest.raises(UserError, match=words) as e:
+        check(Layout.parse(axes), make(DENSE, layers=8, lanes=lanes, microbatches=1, layout=layout), workers)
+    assert "\n" not in str(e.value)
+
+
+def test_a_pipeline_that_works_is_not_refused():
+    for layout in ({"stages": (1, 7)}, {"schedule": "zbv"}, {"schedule": "interleaved", "chunks": 4}):
+        check(Layout.parse("pp2"), make(DENSE, layers=8, layout=layout), 2)

@@ -33,9 +33,15 @@ def proven(rank, size, run, axes, fault=None):
     return [(f.what, f.worst, f.tolerance, f.passed) for f in prove(run, Layout.parse(axes), world)]
 
 
-@pytest.mark.parametrize(("model", "axes", "size", "freeze"), [(DENSE, "pp2", 4, ["*.bias"]), (DEEPSEEK, "tp2", 4, [])])
-def test_what_is_right_passes(model, axes, size, freeze):
-    findings, *others = on_ranks(size, proven, make(model, train={"freeze": freeze}), axes)
+@pytest.mark.parametrize(
+    ("model", "axes", "size", "settings"),
+    [
+        (DENSE | {"layers": 4, "tie_embeddings": True}, "pp2", 4, {"layout": {"schedule": "zbv"}}),
+        (DEEPSEEK, "tp2", 4, {"train": {"freeze": ["*.bias", "layers.0.*"]}}),
+    ],
+)
+def test_what_is_right_passes(model, axes, size, settings):
+    findings, *others = on_ranks(size, proven, make(model, **settings), axes)
     assert others == [[]] * (size - 1)
     assert all(passed for *_, passed in findings)
     exact = [what for what, _, tolerance, _ in findings if tolerance == 0]

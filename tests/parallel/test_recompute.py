@@ -1,13 +1,18 @@
 """Recomputation changes no bit (A14), and keeps less."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from spread_ranks import DEEPSEEK, DENSE, make, same_bits, traced
+from spread_ranks import DEEPSEEK, DENSE, all_traced, make, same_bits, traced
 
+from lanewise.elastic.world import World
 from lanewise.models.init import fill
 from lanewise.parallel.build import build_part
 from lanewise.parallel.mesh import Mesh
 from processes import on_ranks
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -18,6 +23,26 @@ def test_no_bit_changes(model, axes, size):
     for how in ("full", "selective"):
         run = make(model, dropout=0.2, layout={"recompute": how})
         assert same_bits(on_ranks(size, traced, run, axes)[0], kept), how
+
+
+def test_in_some_stages_of_a_split_backward():
+    """Zero-bubble schedules take the two halves of a backward apart: not so where a stage recomputes."""
+
+    def run(**layout):
+        return make(DEEPSEEK, layers=4, dropout=0.2, layout=layout)
+
+    settings = [{"recompute": "full", "recompute_stages": (1, 3)}, {"recompute": "selective", "recompute_stages": (0,)}]
+    right = traced(0, 1, run(), "")
+    found = on_ranks(2, all_traced, [run(schedule="zbv", **layout) for layout in settings], "pp2")[0]
+    assert all(same_bits(trace, right) for trace in found)
+
+
+def test_only_the_stages_that_are_named_recompute():
+    run = make(DENSE, layers=4, layout={"recompute": "full", "recompute_stages": (1,), "schedule": "interleaved"})
+    mesh = SimpleNamespace(size={"pp": 2}, at={"pp": 1}, layout=SimpleNamespace(size=1), world=World(0, 1, CPU))
+    mesh.size |= dict.fromkeys(("replica", "fsdp", "cp", "ep", "tp"), 1)
+    blocks = build_part(run, mesh).layers
+    assert {index: "forward" in vars(block) for index, block in blocks.items()} == {"1": True, "3": False}
 
 
 def held(model, how):

@@ -14,6 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,14 +49,23 @@ class Held:
     copies: Copies
 
 
+class Use(NamedTuple):
+    """A leaf through which the forward of a stage reads a weight: it gets the gradient of that use alone."""
+
+    stage: int
+    leaf: nn.Parameter
+
+
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter, or the part of it that this rank holds, lies in its bucket."""
+    """Where a parameter, or the part of it that this rank holds, lies in its bucket. Its uses here: mostly one, and two
+    for tied embeddings, the lookup and then the head; `parameter` is the leaf of the first."""
 
     spec: ParamSpec
     parameter: nn.Parameter
     held: Held
     start: int
+    uses: tuple[Use, ...]
 
     @property
     def shape(self) -> torch.Size:
@@ -81,6 +91,7 @@ class Bucket:
     weights: [size] in the compute dtype, size = copies * chunk; the parameters become views of it.
     number: among the buckets of the same copies, on all of which it is the same: it tags their messages.
     trainable: its parameters get gradients and updates; those of the others are frozen.
+    stages: of each use of its parameters; they all have the same.
     """
 
     def __init__(self, places: Sequence[Place], number: int, dtype: torch.dtype, block: int) -> None:
@@ -88,20 +99,23 @@ class Bucket:
         self.trainable = places[0].parameter.requires_grad
         self.block = block
         self.copies = copies = places[0].held.copies
+        self.stages = tuple(use.stage for use in places[0].uses)
         self.used = _round_up(places[-1].stop, block)
         self.chunk = -(-self.used // (block * copies.size)) * block
         self.size = self.chunk * copies.size
         self.own = slice(copies.rank * self.chunk, (copies.rank + 1) * self.chunk)
         self.weights = torch.zeros(self.size, dtype=dtype, device=local(places[0].parameter).device)
         for place in places:
-            _house(place.parameter, self.weights[place.start : place.stop].view(place.shape))
+            for use in place.uses:
+                _house(use.leaf, self.weights[place.start : place.stop].view(place.shape))
 
     def refresh(self) -> None:
         """Copy the weights to parameters that could not become views of them: FSDP pads shards of unequal sizes."""
         for place in self.places:
-            here, values = local(place.parameter), self.weights[place.start : place.stop].view(place.shape)
-            if here.data_ptr() != values.data_ptr():
-                here.copy_(values)
+            values = self.weights[place.start : place.stop].view(place.shape)
+            for use in place.uses:
+                if (here := local(use.leaf)).data_ptr() != values.data_ptr():
+                    here.copy_(values)
 
     def overlaps(self, start: int, stop: int) -> Iterator[tuple[Place, int, int]]:
         """(place, from, to) of each parameter that has elements in [start, stop) of the bucket; in bucket positions."""
@@ -133,32 +147,37 @@ def lay_out(
     held: Callable[[ParamSpec], Held],
     dtype: torch.dtype,
     bucket_mb: float,
+    uses: Mapping[str, Sequence[Use]] | None = None,
 ) -> list[Bucket]:
     """Buckets of about `bucket_mb` MB (fp32), filled in the reverse of `named`: backward's order, roughly.
 
     named: the parameters of this rank, which are its boxes of those in the whole model's `table`; `held` says which.
-    What other copies hold goes into other buckets, and so does what is frozen. Which parameters share a bucket is the
-    same on all ranks that hold boxes of the same ones, even if their boxes are not of one size: they exchange in the
-    same order.
+    What other copies hold, or other stages use, goes into other buckets, and so does what is frozen. Which parameters
+    share a bucket is the same on all ranks that hold boxes of the same ones, even if their boxes are not of one size:
+    they exchange in one order.
     dtype: what the model computes in; its parameters become views of the buckets' weights of that dtype.
+    uses: of each parameter, by stage; without, one stage uses each of them once.
     """
     specs = {spec.name: spec for spec in table}
     block = block_size(sum(math.prod(spec.shape) for spec in table))
     most = int(bucket_mb * 2**20 / 4)
     buckets: list[list[Place]] = []
-    filling: dict[tuple[Copies, bool], tuple[list[Place], int]] = {}
+    filling: dict[tuple[Copies, tuple[int, ...], bool], tuple[list[Place], int]] = {}
     for name, parameter in reversed(named):
+        if name not in specs:
+            continue  # a second use of a tied weight
         spec, here = specs[name], held(specs[name])
-        key = here.copies, parameter.requires_grad
-        if key not in filling:
+        used = (Use(0, parameter),) if uses is None else tuple(uses[name])
+        kind = here.copies, tuple(use.stage for use in used), parameter.requires_grad
+        if kind not in filling:
             buckets.append([])
-            filling[key] = buckets[-1], 0
-        places, size = filling[key]
-        places.append(Place(spec, parameter, here, _round_up(places[-1].stop, block) if places else 0))
+            filling[kind] = buckets[-1], 0
+        places, size = filling[kind]
+        places.append(Place(spec, parameter, here, _round_up(places[-1].stop, block) if places else 0, used))
         size += _round_up(math.prod(spec.shape) // here.boxes, block)
-        filling[key] = places, size
+        filling[kind] = places, size
         if size >= most:
-            del filling[key]
+            del filling[kind]
     numbers: dict[Copies, Iterator[int]] = defaultdict(itertools.count)
     return [Bucket(places, next(numbers[places[0].held.copies]), dtype, block) for places in buckets]
 

@@ -15,6 +15,7 @@ A bucket leaves as soon as its last gradient has arrived, and buckets leave in t
 their collectives would not match.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -26,12 +27,16 @@ from lanewise.lanes.flat import Bucket, local
 from lanewise.lanes.tree import TreeSum, cover
 from lanewise.lanes.wire import Message, exchange, others
 
+MOST_USES = 2  # of a weight: tied embeddings
+
 
 class Reducer:
     """Sums gradients over microbatches and lanes.
 
     For each lane, in order, run its microbatches' backward passes, each inside `begin` ... `end`; then `finish`
-    returns one reduced chunk per bucket.
+    returns one reduced chunk per bucket. The stages of a pipeline each go through the slots in that order, whatever
+    the others do in between: a bucket belongs to one stage. Where its weights have two uses (tied embeddings), maybe in
+    two stages, each is summed by itself, as it is where they are on two ranks.
 
     free_early: give gradient buffers back to the allocator after each exchange (ZeRO-2) instead of keeping them.
     """
@@ -48,30 +53,41 @@ class Reducer:
         self.lanes, self.microbatches = lanes, microbatches
         self.mine = lanes_of(replica, replicas, lanes)
         nodes = [cover(r.start, r.stop, lanes) for r in (lanes_of(other, replicas, lanes) for other in range(replicas))]
-        self.sums = [_BucketSum(bucket, lanes, nodes, free_early) for bucket in buckets if bucket.trainable]
+        self.free_early = free_early
+        self.uses = [
+            [_BucketSum(bucket, use, lanes, nodes) for use in range(len(bucket.stages))]
+            for bucket in buckets
+            if bucket.trainable
+        ]
+        self.sums = [bucket_sum for uses in self.uses for bucket_sum in uses]
         self._launched = 0
+        self._slots = defaultdict[int, int](int)  # that have begun, by stage
         for bucket_sum in self.sums:
-            for index, place in enumerate(bucket_sum.bucket.places):
-                place.parameter.register_post_accumulate_grad_hook(self._hook(bucket_sum, index))
+            for index, leaf in enumerate(bucket_sum.leaves):
+                leaf.register_post_accumulate_grad_hook(self._hook(bucket_sum, index))
 
     def _hook(self, bucket_sum: "_BucketSum", index: int) -> Callable[[Tensor], None]:
-        def arrived(parameter: Tensor) -> None:
-            gradient, parameter.grad = parameter.grad, None
+        def arrived(leaf: Tensor) -> None:
+            gradient, leaf.grad = leaf.grad, None
             assert gradient is not None
             if bucket_sum.take(index, local(gradient)):
                 self._launch()
 
         return arrived
 
-    def begin(self, lane: int, k: int) -> None:
-        """Before the forward of microbatch `k` of `lane`."""
+    def begin(self, lane: int, k: int, stage: int = 0) -> None:
+        """Before the backward of microbatch `k` of `lane` in a stage."""
+        assert self._slots[stage] == (lane - self.mine[0]) * self.microbatches + k, "slots arrive in order"
+        self._slots[stage] += 1
         for bucket_sum in self.sums:
-            bucket_sum.begin(lane, first=k == 0, last=k == self.microbatches - 1, final=lane == self.mine[-1])
+            if bucket_sum.stage == stage:
+                bucket_sum.begin(lane, first=k == 0, last=k == self.microbatches - 1, final=lane == self.mine[-1])
 
-    def end(self) -> None:
-        """After that microbatch's backward: parameters it did not use get a zero gradient."""
+    def end(self, stage: int = 0) -> None:
+        """After that backward: parameters it did not use get a zero gradient."""
         for bucket_sum in self.sums:
-            bucket_sum.take_missing()
+            if bucket_sum.stage == stage:
+                bucket_sum.take_missing()
         self._launch()
 
     def _launch(self) -> None:
@@ -87,22 +103,26 @@ class Reducer:
         """
         assert self._launched == len(self.sums), "a lane is missing"
         self._launched = 0
-        for bucket_sum in self.sums:
-            yield bucket_sum.finish()
+        self._slots.clear()
+        for uses in self.uses:
+            total, *rest = (part for bucket_sum in uses for part in bucket_sum.finish())
+            for part in rest:
+                total.add_(part)
+            if self.free_early:
+                total = total.clone() if uses[0].inbox else total
+                for bucket_sum in uses:
+                    bucket_sum.pool.clear()
+                    bucket_sum.inbox.clear()
+            yield total
 
 
 class _BucketSum:
-    """One bucket's gradient on its way through lanes and replicas."""
+    """The gradient of one use of a bucket's weights on its way through lanes and replicas."""
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        lanes: int,
-        nodes: Sequence[list[tuple[int, int]]],
-        free_early: bool,
-    ) -> None:
-        self.bucket, self.lanes = bucket, lanes
-        self.copies, self.free_early = bucket.copies, free_early
+    def __init__(self, bucket: Bucket, use: int, lanes: int, nodes: Sequence[list[tuple[int, int]]]) -> None:
+        self.bucket, self.use, self.lanes, self.copies = bucket, use, lanes, bucket.copies
+        self.stage = bucket.stages[use]
+        self.leaves = [place.uses[use].leaf for place in bucket.places]
         self.nodes = [replica for replica in nodes for _ in range(self.copies.parts)]  # of each copy, in rank order
         self.pool: list[Tensor] = []
         self.inbox: dict[tuple[int, int], Tensor] = {}  # by sender and by which of its nodes
@@ -147,7 +167,13 @@ class _BucketSum:
         return self.ready
 
     def take_missing(self) -> None:
-        """After the backward: what it did not reach has a zero gradient."""
+        """After the backward: gradients that were put in place without a hook (weights alone, in zero-bubble
+        schedules) are taken; what it did not reach has a zero gradient."""
+        for index in sorted(self.missing):
+            leaf = self.leaves[index]
+            gradient, leaf.grad = leaf.grad, None
+            if gradient is not None:
+                self.take(index, local(gradient))
         if self.complete:
             return
         assert self.target is not None
@@ -191,34 +217,32 @@ class _BucketSum:
         if self.copies.group is None:
             return
         most = max(len(nodes) for nodes in self.nodes)
+        first = (self.bucket.number * MOST_USES + self.use) * most  # tag
         sends, receives = [], []
         for peer in others(self.copies.rank, self.copies.size):
             for j, node in enumerate(self.tree.nodes):
                 chunk = node.value[peer * self.bucket.chunk :][: self.bucket.chunk]
-                sends.append(Message(chunk, peer, self.bucket.number * most + j))
+                sends.append(Message(chunk, peer, first + j))
             for j in range(len(self.nodes[peer])):
                 if (peer, j) not in self.inbox:
                     self.inbox[peer, j] = self.tree.nodes[0].value.new_empty(self.bucket.chunk)
-                receives.append(Message(self.inbox[peer, j], peer, self.bucket.number * most + j))
+                receives.append(Message(self.inbox[peer, j], peer, first + j))
         self.works = exchange(sends, receives, self.copies.group)
 
-    def finish(self) -> Tensor:
+    def finish(self) -> list[Tensor]:
+        """This copy's chunk of the sum over lanes of each part of a microbatch."""
         if self.copies.group is None:
-            reduced = self.tree.root()
-            self.pool.append(reduced)  # written again only after `begin`
+            parts = [self.tree.root()]
+            self.pool += parts  # written again only after `begin`
         else:
             for work in self.works:
                 work.wait()
             self.pool += [node.value for node in self.tree.nodes]
-            reduced = self._sum_received()
-        if self.free_early:
-            reduced = reduced.clone() if self.inbox else reduced
-            self.pool.clear()
-            self.inbox.clear()
+            parts = self._sum_received()
         self.reset()
-        return reduced
+        return parts
 
-    def _sum_received(self) -> Tensor:
+    def _sum_received(self) -> list[Tensor]:
         """This copy's chunk of everyone's nodes, added along one tree for each part; in place, where the chunks lie."""
         trees = [TreeSum[Tensor](self.lanes, lambda left, right: left.add_(right)) for _ in range(self.copies.parts)]
         for copy, nodes in enumerate(self.nodes):
@@ -226,7 +250,4 @@ class _BucketSum:
                 mine = copy == self.copies.rank
                 chunk = self.tree.nodes[j].value[self.bucket.own] if mine else self.inbox[copy, j]
                 trees[copy % self.copies.parts].push(start, chunk, size)
-        total, *rest = (tree.root() for tree in trees)
-        for part in rest:
-            total.add_(part)
-        return total
+        return [tree.root() for tree in trees]

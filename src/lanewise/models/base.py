@@ -1,12 +1,12 @@
 """What every language model here shares: its ends, its table, and the calls the rest of the project makes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from lanewise.config import DeepSeekModel, DenseModel
-from lanewise.models.linear import Embedding, Linear, TiedHead
+from lanewise.models.linear import ApartHead, Embedding, Linear, TiedHead
 from lanewise.models.loss import PLAIN, Objective
 from lanewise.models.norm import RMSNorm
 from lanewise.models.rotary import Places, Rotary
@@ -24,6 +24,8 @@ class LanguageModel(nn.Module):
     # Where the model is a part of a whole one: does it hold the first and the last layer, and the whole one's table.
     starts = ends = True
     whole: tuple[ParamSpec, ...] | None = None
+    # Where it is spread over ranks: the stages of a pipeline that it is made of, by number, or itself alone.
+    stages: "Mapping[int, LanguageModel] | None" = None
 
     def __init__(self, config: DenseModel | DeepSeekModel) -> None:
         super().__init__()
@@ -34,11 +36,12 @@ class LanguageModel(nn.Module):
         )
         self.layers = nn.ModuleDict()
         self.norm = RMSNorm(config.hidden, config.norm_eps)
-        self.head = (
-            TiedHead(self.embed)
-            if tied
-            else Linear(config.hidden, config.vocab_size, config.init_std, kind="head", tp=Cut(0, config.vocab_size))
-        )
+        self.head: Linear | TiedHead | ApartHead
+        if tied:
+            self.head = TiedHead(self.embed)
+        else:
+            rows = config.vocab_size
+            self.head = Linear(config.hidden, rows, config.init_std, kind="head", tp=Cut(0, rows))
 
     def forward(
         self, tokens_BT: Tensor, labels_BT: Tensor, key: Tensor | None = None, starts_BT: Tensor | None = None

@@ -117,8 +117,9 @@ class DeepSeek(LanguageModel):
         x_BTH, *following = states or self._embeddings(tokens_BT)
         x_BTH, reports = self.trunk(x_BTH, places, self._valid(labels_BT), key)
         if not self.ends:
-            for report in reports.values():
-                x_BTH = carry(x_BTH, report.balance_sum * self.config.balance_loss)
+            if reports:
+                balance = torch.stack([report.balance_sum for report in reports.values()]).sum()
+                x_BTH = carry(x_BTH, balance * self.config.balance_loss)
             return Passed((x_BTH, *following), self._counts(reports, x_BTH.device))
 
         hidden_BTH = self.norm(x_BTH)

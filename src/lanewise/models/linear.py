@@ -46,3 +46,16 @@ class TiedHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)
+
+
+class ApartHead(nn.Module):
+    """A tied head that reads the embedding's weight through a leaf of its own, to be put over the same memory: the
+    gradients of the two uses then come apart, and can be summed as they are where the ends of the model are on two
+    ranks."""
+
+    def __init__(self, embed: Embedding) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(embed.weight.detach(), requires_grad=embed.weight.requires_grad)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)

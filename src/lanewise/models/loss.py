@@ -115,7 +115,7 @@ class _Carry(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
         ctx.save_for_backward(torch.ones_like(loss))
-        return x.view_as(x)
+        return x.clone()  # not a view: what a pipeline's stage hands on must be one that can be cut off its graph
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,17 +5,17 @@ import torch
 from lanewise.config import Run
 from lanewise.models.base import LanguageModel
 from lanewise.models.build import build
-from lanewise.models.deepseek import DeepSeek
 from lanewise.models.dense import Attention
 from lanewise.models.freeze import freeze
-from lanewise.models.linear import TiedHead
+from lanewise.models.linear import ApartHead, TiedHead
 from lanewise.models.loss import Objective
 from lanewise.parallel.boxes import box, cut_axes
 from lanewise.parallel.fsdp import shard
 from lanewise.parallel.mesh import Mesh
+from lanewise.parallel.parts import here, keep, parts
 from lanewise.parallel.recompute import recompute
 from lanewise.parallel.spread import Spread
-from lanewise.parallel.stages import stages
+from lanewise.parallel.stages import cut, recomputes
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -29,38 +29,28 @@ def build_part(run: Run, mesh: Mesh) -> LanguageModel:
         model = build(run.model)
     model.objective = Objective(run.train.label_smoothing, run.train.z_loss)
     if mesh.size["pp"] > 1:
-        _keep_stage(model, mesh, stages(run.model, mesh.size["pp"])[mesh.at["pp"]])
+        mine, cuts = here(run, mesh), cut(run, mesh.size["pp"])
+        keep(model, [index for stage in mine for index in cuts[stage]], 0 in mine, len(cuts) - 1 in mine)
     _cut_parameters(model, mesh)
     freeze(model, model.table(), run.train.freeze)
-    if run.layout.recompute != "none":
-        for block in model.blocks():
-            recompute(block, run.layout.recompute)
-    if mesh.size["fsdp"] > 1:
-        shard(model, mesh, PRECISIONS[run.train.precision], run.layout.offload)
-    model.to_empty(device=mesh.world.device)
+    if model.starts and model.ends and isinstance(model.head, TiedHead):
+        model.head = ApartHead(model.embed)
+    model.stages = parts(run, mesh, model)
+    for stage, part in model.stages.items():
+        if recomputes(run.layout, stage):
+            for block in part.blocks():
+                recompute(block, run.layout.recompute)
+        if mesh.size["fsdp"] > 1:
+            shard(part, mesh, PRECISIONS[run.train.precision], run.layout.offload)
+        part.to_empty(device=mesh.world.device)
     for buffer in model.buffers():
         buffer.zero_()
     if mesh.layout.size > 1:
         seams = Spread(mesh, run.batch, run.model.vocab_size)
-        for module in model.modules():
+        for module in (module for part in model.stages.values() for module in part.modules()):
             if hasattr(module, "seams"):
                 module.seams = seams  # type: ignore[assignment]
     return model
-
-
-def _keep_stage(model: LanguageModel, mesh: Mesh, layers: range) -> None:
-    """Drop the layers of other stages. Tied embeddings stay at both ends."""
-    model.whole = model.table()
-    model.starts, model.ends = mesh.at["pp"] == 0, mesh.at["pp"] == mesh.size["pp"] - 1
-    tied = isinstance(model.head, TiedHead)
-    for index in [index for index in model.layers if int(index) not in layers]:
-        del model.layers[index]
-    if not model.starts and not (tied and model.ends):
-        del model.embed
-    if not model.ends:
-        del model.norm, model.head
-        if isinstance(model, DeepSeek):
-            model.mtp.clear()
 
 
 def _cut_parameters(model: LanguageModel, mesh: Mesh) -> None:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from lanewise.config import DenseModel, Run
 from lanewise.errors import UserError
 from lanewise.lanes.assignment import lanes_of
+from lanewise.parallel.stages import SINGLE, chunks, turns_back
 
 AXES = ("pp", "fsdp", "cp", "ep", "tp")  # outermost first: neighbours in the world share the innermost
 ROWS = ("fsdp", "ep")  # divide the rows of a microbatch
@@ -81,12 +82,74 @@ def check(layout: Layout, run: Run, workers: int) -> None:
         )
     if layout.ep > 1 and isinstance(run.model, DenseModel):
         raise UserError(f"layout {layout}: the model has no experts to spread: leave ep out")
-    if layout.pp > run.model.layers:
-        raise UserError(f"layout {layout}: pp is more than model.layers ({run.model.layers}): each stage needs one")
     for axis, what, number in _dealt(run):
         if number < layout.degrees[axis]:
             raise UserError(f"layout {layout}: {axis} is more than {what} ({number}), of which each rank needs one")
-    lanes_of(0, layout.replicas(workers), run.batch.lanes)
+    replicas = layout.replicas(workers)
+    lanes = {len(lanes_of(replica, replicas, run.batch.lanes)) for replica in range(replicas)}
+    _check_stages(layout, run)
+    for count in sorted(lanes):
+        _check_microbatches(layout, run, count * run.batch.microbatches)
+
+
+def _check_stages(layout: Layout, run: Run) -> None:
+    """How the layers are cut into stages, and what applies to some stages only."""
+    model, settings = run.model, run.layout
+    if layout.pp == 1:
+        for key, default in (("schedule", "1f1b"), ("chunks", 0), ("stages", ())):
+            if (value := getattr(settings, key)) != default:
+                shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
+                raise UserError(f"layout.{key} ({shown}) is for a pipeline: use a layout with pp, or leave it out")
+    elif settings.schedule in SINGLE and settings.chunks > 1:
+        raise UserError(
+            f"layout.schedule {settings.schedule} has one stage on each worker: leave layout.chunks "
+            f"({settings.chunks}) out, or choose interleaved or another with several"
+        )
+    elif turns_back(settings) and chunks(settings) != 2:
+        raise UserError(
+            f"layout.schedule {settings.schedule} has two stages on each worker: leave layout.chunks "
+            f"({settings.chunks}) out, or choose interleaved or another with any number"
+        )
+    count = layout.pp * chunks(settings) if layout.pp > 1 else 1
+    if settings.stages:
+        if len(settings.stages) != count:
+            raise UserError(
+                f"layout.stages cuts {len(settings.stages)} stages, but layout {layout} with schedule "
+                f"{settings.schedule} has {count}: give the layers of each"
+            )
+        if sum(settings.stages) != model.layers:
+            raise UserError(
+                f"layout.stages adds up to {sum(settings.stages)} layers, but model.layers is {model.layers}: "
+                f"change one of them"
+            )
+    if count > model.layers:
+        raise UserError(
+            f"layout {layout}: {count} stages (pp times stages on each worker) are more than model.layers "
+            f"({model.layers}): each stage needs one"
+        )
+    if settings.recompute_stages:
+        if settings.recompute == "none":
+            raise UserError("layout.recompute_stages says where, but layout.recompute is none: set it to full")
+        if max(settings.recompute_stages) >= count:
+            raise UserError(
+                f"layout.recompute_stages: there is no stage {max(settings.recompute_stages)} in layout "
+                f"{str(layout) or 'of one rank'}, whose stages are 0 to {count - 1}"
+            )
+
+
+def _check_microbatches(layout: Layout, run: Run, count: int) -> None:
+    """What a schedule asks of the number of microbatches that a replica runs in a step."""
+    schedule, pp = run.layout.schedule, layout.pp
+    rule = ""
+    if schedule in ("interleaved", "interleaved-zb") and count % max(count // pp, 1):
+        rule = f"that go into its {count // pp} rounds of {pp} or more evenly"
+    elif schedule == "dualpipev" and count < 2 * pp:
+        rule = f"no fewer than its stages ({2 * pp})"
+    if rule:
+        raise UserError(
+            f"layout {layout}: schedule {schedule} needs microbatches {rule}, but a replica has {count} in a step "
+            f"(its lanes times batch.microbatches): change batch.microbatches or the workers, or use 1f1b"
+        )
 
 
 def _dealt(run: Run) -> Iterator[tuple[str, str, int]]:

@@ -21,20 +21,21 @@ class Mesh:
     """The ranks of the world in a grid, the last axis innermost.
 
     size, at: degree and coordinate by axis, "replica" included.
+    turned: the pipeline turns back, and its last stage is where its first one is.
     """
 
-    def __init__(self, world: World, layout: Layout) -> None:
+    def __init__(self, world: World, layout: Layout, turned: bool = False) -> None:
         self.world, self.layout = world, layout
         self.size = {"replica": layout.replicas(world.size), **layout.degrees}
         self.at = dict(zip(self.size, self._coordinates(world.rank), strict=True))
         # The first and the last stage of a pipeline, where they are two: an axis that not all ranks are on.
-        last = layout.pp - 1
-        self.ends = last > 0 and self.at["pp"] in (0, last)
+        self.tail = 0 if turned else layout.pp - 1
+        self.ends = self.tail > 0 and self.at["pp"] in (0, self.tail)
         self._groups: dict[tuple[str, ...], dist.ProcessGroup | None] = {}  # by purpose and axes
         for purpose, axes in GROUPS:
             key = self._key(axes, purpose)
             if key not in self._groups:
-                self._groups[key] = self._made(self._ordered(axes), "ends" in axes and layout.pp > 1)
+                self._groups[key] = self._made(self._ordered(axes), "ends" in axes and self.tail > 0)
 
     @classmethod
     def alone(cls, device: torch.device) -> "Mesh":
@@ -52,7 +53,7 @@ class Mesh:
     @property
     def part(self) -> int | None:
         """The number of this rank's part of a microbatch's tokens, of `parts`; None if another rank speaks for it."""
-        last_stage = self.at["pp"] == self.size["pp"] - 1
+        last_stage = self.at["pp"] == self.tail
         return self.position(WORK)[0] if last_stage and self.at["tp"] == 0 else None
 
     @property
@@ -83,7 +84,7 @@ class Mesh:
         return self._groups[self._key(axes, purpose)]
 
     def _key(self, axes: Sequence[str], purpose: str) -> tuple[str, ...]:
-        return purpose, *self._ordered(axes), *(["ends"] if "ends" in axes and self.layout.pp > 1 else [])
+        return purpose, *self._ordered(axes), *(["ends"] if "ends" in axes and self.tail > 0 else [])
 
     def _ordered(self, axes: Sequence[str]) -> tuple[str, ...]:
         return tuple(axis for axis, size in self.size.items() if axis in axes and size > 1)
@@ -91,7 +92,7 @@ class Mesh:
     def _made(self, axes: tuple[str, ...], ends: bool) -> dist.ProcessGroup | None:
         may = {axis: list(range(size)) if axis in axes else [self.at[axis]] for axis, size in self.size.items()}
         if ends and self.ends:
-            may["pp"] = [0, self.size["pp"] - 1]
+            may["pp"] = [0, self.tail]
         everyone = product(*map(range, self.size.values()))
         ranks = [
             rank

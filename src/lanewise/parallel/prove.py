@@ -18,6 +18,7 @@ from lanewise.models.build import build
 from lanewise.parallel.build import build_part
 from lanewise.parallel.layout import Layout
 from lanewise.parallel.mesh import Mesh
+from lanewise.parallel.stages import turns_back
 from lanewise.parallel.trace import STEPS, MadeUp, Trace, assembled, reference, trace
 from lanewise.replica import Replica
 
@@ -66,11 +67,9 @@ class Proof:
 def prove(run: Run, layout: Layout, world: World) -> list[Finding]:
     """All ranks call it; the findings are on the first."""
     right, data = _decided(run, world)
-    mesh = Mesh(world, layout)
+    mesh = Mesh(world, layout, turns_back(run.layout))
     found, replica = trace(run, mesh, data)
-    # Tied embeddings at both ends of a pipeline add up their gradients in another order than one embedding does.
-    exact = () if run.model.tie_embeddings else EXACT
-    base = Layout(**{axis: 1 if axis in exact else degree for axis, degree in layout.degrees.items()})
+    base = Layout(**{axis: 1 if axis in EXACT else degree for axis, degree in layout.degrees.items()})
     simpler = None if base.size == world.size else _traced_on_fewer(run, base, world, data)
     round_trip = _saved_and_loaded(run, replica)
     if found is None or right is None:

@@ -4,6 +4,7 @@ from typing import Any
 
 from lanewise.config import DeepSeekModel, ModelBase, Run
 from lanewise.parallel.layout import Layout
+from lanewise.parallel.stages import SINGLE, chunks
 
 WIDTH = 64
 
@@ -14,23 +15,29 @@ def shrink(run: Run, layout: Layout, replicas: int = 1) -> Run:
     Layers, widths, experts, vocabulary, sequence, batch and lanes are cut down to what the layout needs.
     """
     model = run.model
+    count = layout.pp * chunks(run.layout)
     sizes: dict[str, Any] = {
         "hidden": min(model.hidden, WIDTH + model.hidden % layout.tp),
         "ffn_hidden": min(model.ffn_hidden, WIDTH + model.ffn_hidden % layout.tp),
         "vocab_size": min(model.vocab_size or 259, 256 + model.vocab_size % layout.tp),
-        "layers": min(model.layers, max(2 * layout.pp + model.layers % layout.pp, 3)),
+        "layers": min(model.layers, max(max(2 * layout.pp, count) + model.layers % layout.pp, 3)),
     }
+    stages = tuple(min(layers, 2) for layers in run.layout.stages)
+    if stages:
+        sizes["layers"] = sum(stages)
     sizes |= _of_deepseek(model, layout) if isinstance(model, DeepSeekModel) else {"head_dim": 8}
     stride = 2 * layout.cp * layout.tp
     batch = run.batch.model_copy(
         update={
             "sequence_length": stride * -(-16 // stride),
             "lanes": min(run.batch.lanes, max(4, replicas)),
-            "microbatches": min(run.batch.microbatches, 2),
+            # the other schedules have rules for their number
+            "microbatches": min(run.batch.microbatches, 2) if run.layout.schedule in SINGLE else run.batch.microbatches,
             "size": layout.fsdp * layout.ep * min(run.batch.size, 2),
         }
     )
-    return run.model_copy(update={"model": _checked(model, sizes), "batch": batch})
+    cut = run.layout.model_copy(update={"stages": stages})
+    return run.model_copy(update={"model": _checked(model, sizes), "batch": batch, "layout": cut})
 
 
 def _of_deepseek(model: DeepSeekModel, layout: Layout) -> dict[str, Any]:

@@ -1,9 +1,45 @@
-"""Which layers each stage of a pipeline gets. No torch is needed."""
+"""Which layers each stage of a pipeline gets, and which rank each stage. No torch is needed.
+
+A looped pipeline deals its stages to the ranks in turn: 0, 1, 0, 1. One in the shape of a V turns back at the last
+rank, 0, 1, 1, 0, so that the first rank has the first stage and the last.
+"""
 
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
-from lanewise.config import DeepSeekModel, DenseModel
+from lanewise.config import DeepSeekModel, DenseModel, Layout, Run
+
+SINGLE = ("gpipe", "1f1b")  # schedules of one stage a rank
+V = ("zbv", "dualpipev")
+
+
+def chunks(settings: Layout) -> int:
+    """Stages on each rank."""
+    return settings.chunks or (1 if settings.schedule in SINGLE else 2)
+
+
+def turns_back(settings: Layout) -> bool:
+    return settings.schedule in V
+
+
+def recomputes(settings: Layout, stage: int) -> bool:
+    return settings.recompute != "none" and (not settings.recompute_stages or stage in settings.recompute_stages)
+
+
+def dealt(settings: Layout, ranks: int) -> list[list[int]]:
+    """The numbers of each rank's stages, in order."""
+    if turns_back(settings):
+        return [[rank, 2 * ranks - 1 - rank] for rank in range(ranks)]
+    return [list(range(rank, chunks(settings) * ranks, ranks)) for rank in range(ranks)]
+
+
+def cut(run: Run, ranks: int) -> list[range]:
+    """The layers of each stage of a pipeline of `ranks`: by hand (`layout.stages`), or else by cost."""
+    if ranks == 1:
+        return [range(run.model.layers)]
+    if run.layout.stages:
+        return [range(a, b) for a, b in pairwise((0, *accumulate(run.layout.stages)))]
+    return stages(run.model, chunks(run.layout) * ranks)
 
 
 def stages(model: DenseModel | DeepSeekModel, count: int) -> list[range]:
