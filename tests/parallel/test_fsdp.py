@@ -88,3 +88,16 @@ def test_each_rank_keeps_its_share():
 def test_offload_needs_fsdp():
     with pytest.raises(UserError, match=r"layout\.offload: .* add fsdpN"):
         check(Layout(tp=2), make(DENSE, layout={"offload": True}), 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "schedule"),
+    [
+        (DENSE | {"tie_embeddings": True, "layers": 4}, "1f1b"),
+        (DENSE | {"tie_embeddings": True, "layers": 4}, "zbv"),
+        (DEEPSEEK | {"layers": 4}, "interleaved-zb"),
+    ],
+)
+def test_a_pipeline_of_it_changes_no_bit(model, schedule):
+    right = on_ranks(2, traced, make(model), "fsdp2")[0]
+    assert same_bits(on_ranks(4, traced, make(model, layout={"schedule": schedule}), "fsdp2.pp2")[0], right)
