@@ -2,7 +2,7 @@
 
 from lanewise.data.stores.base import Store
 from lanewise.data.stores.cache import Cache
-from lanewise.data.stores.open import configured, open_store
+from lanewise.data.stores.open import configure, open_store
 from lanewise.data.stores.retry import StoreAway
 
-__all__ = ["Cache", "Store", "StoreAway", "configured", "open_store"]
+__all__ = ["Cache", "Store", "StoreAway", "configure", "open_store"]

@@ -25,7 +25,7 @@ class LocalStore(Store):
 
     def list(self, prefix: str = "") -> list[str]:
         names = []
-        for folder, _, files in os.walk(self.folder / prefix.rpartition("/")[0], followlinks=True):
+        for folder, _, files in os.walk(self.folder / prefix.rpartition("/")[0]):
             below = Path(folder).relative_to(self.folder)
             names += [(below / file).as_posix() for file in files if not file.endswith(MARK)]
         return sorted(name for name in names if name.startswith(prefix))

@@ -9,18 +9,27 @@ from lanewise.data.stores.cache import Cache
 from lanewise.data.stores.hdfs import HDFS
 from lanewise.data.stores.local import LocalStore
 from lanewise.data.stores.remote import RemoteStore
-from lanewise.data.stores.retry import TIMEOUT
 from lanewise.data.stores.s3 import S3
 from lanewise.errors import UserError
 
 BACKENDS = {"s3": S3, "hdfs": HDFS}
 
 
-def open_store(url: str | Path, cache: Cache | None = None, timeout: float = TIMEOUT) -> Store:
+_settings = config.Data()
+
+
+def configure(data: config.Data) -> None:
+    """Makes the cache and the patience of a run file those of all stores this process opens from now on."""
+    global _settings  # noqa: PLW0603 - stores are opened deep inside readers that know an address and no run file
+    _settings = data
+
+
+def open_store(url: str | Path, cache: Cache | None = None, timeout: float | None = None) -> Store:
     """The folder at a path, file:///path, s3://bucket/folder or hdfs://host:port/folder. It need not exist yet.
 
     Remote files become local ones through `cache`; a call waits at most `timeout` seconds for a store that is away.
-    Raises UserError for an address that is none, or one whose extra is not installed.
+    Both are the run file's unless given (see `configure`). Raises UserError for an address that is none, or one whose
+    extra is not installed.
     """
     url = str(url)
     scheme = found[1] if (found := re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", url)) else ""
@@ -31,11 +40,10 @@ def open_store(url: str | Path, cache: Cache | None = None, timeout: float = TIM
         return LocalStore(Path(path).expanduser())
     if scheme not in BACKENDS:
         raise UserError(f"{url}: no store speaks {scheme}://; use a path, s3:// or hdfs://")
-    return RemoteStore(url, BACKENDS[scheme], cache, timeout)
+    timeout = timeout or _settings.store_timeout
+    return RemoteStore(url, BACKENDS[scheme], cache or _configured_cache(timeout), timeout)
 
 
-def configured(url: str | Path, data: config.Data) -> Store:
-    """The store at an address, with the cache and the patience of a run file."""
-    folder = Path(data.cache).expanduser() / "store"
-    cache = Cache(folder, int(data.cache_limit_gb * 1e9), int(data.cache_free_gb * 1e9), data.store_timeout)
-    return open_store(url, cache, data.store_timeout)
+def _configured_cache(timeout: float) -> Cache:
+    folder = Path(_settings.cache).expanduser() / "store"
+    return Cache(folder, int(_settings.cache_limit_gb * 1e9), int(_settings.cache_free_gb * 1e9), timeout)

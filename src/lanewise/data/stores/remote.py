@@ -1,7 +1,6 @@
 """A folder of another machine: any backend, made patient, with the cache in front of it."""
 
 import os
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,8 +46,9 @@ class Backend(ABC):
 
 
 class RemoteStore(Store):
-    def __init__(self, url: str, backend: Callable[[str, float], Backend], cache: Cache | None, timeout: float):
+    def __init__(self, url: str, backend: Callable[[str, float], Backend], cache: Cache, timeout: float):
         self._made_of = (url, backend, cache, timeout)
+        self.url = url.rstrip("/")
         self.cache = cache
         self.timeout = timeout
         self.backend = backend(url, timeout)
@@ -79,22 +79,13 @@ class RemoteStore(Store):
 
     @contextmanager
     def local(self, name: str) -> Iterator[Path]:
-        """Through the cache; without one a copy of its own, gone with the context."""
         found = self._stat(name)
         fetch = partial(self._fetch, name, found)
-        if self.cache is not None:
-            with self.cache.file(f"{self.identity}\0{name}\0{found.version}", name, found.size, fetch) as path:
-                yield path
-        else:
-            with tempfile.TemporaryDirectory(prefix="lanewise-") as folder:
-                path = Path(folder, "file")
-                path.touch()
-                fetch(path)
-                yield path
+        with self.cache.file(f"{self.identity}\0{name}\0{found.version}", name, found.size, fetch) as path:
+            yield path
 
     def admit(self, largest: int) -> None:
-        if self.cache is not None:
-            self.cache.admit(largest, self.identity)
+        self.cache.admit(largest, self.identity)
 
     # ---------------------------------------------------------------------------------------------------------------
 
@@ -105,19 +96,19 @@ class RemoteStore(Store):
                 file.write(self.read(name, start, min(start + PIECE, found.size)))
         now = self._stat(name)
         if now != found or os.path.getsize(path) != found.size:
-            raise UserError(f"{self.identity}/{name} changed while it was read; let its writer finish, and start again")
+            raise UserError(f"{self.url}/{name} changed while it was read; let its writer finish, and start again")
 
     def _stat(self, name: str) -> Stat:
         return self._ask(checked(name, self), lambda: self.backend.stat(name))
 
     def _ask(self, name: str, do: Callable[[], T]) -> T:
-        where = f"{self.identity}/{name}"
+        where = f"{self.url}/{name}"
         try:
             return patiently(do, self.backend.transient, self.timeout, self.identity)
         except UserError:
             raise
         except FileNotFoundError:
-            raise FileNotFoundError(f"{where}: no such file") from None
+            raise FileNotFoundError(f"{where}: no such file or bucket") from None
         except PermissionError as e:
             raise UserError(f"{where}: access refused ({brief(e)}); check {self.backend.remedy}") from None
         except Exception as e:
