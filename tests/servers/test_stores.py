@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import uuid
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -58,13 +59,13 @@ def test_what_is_written_is_read(url, tmp_path, monkeypatch):
 
 def test_large_files_in_pieces(url, tmp_path):
     """More than one piece to read, more than one part to write."""
-    content = noise(110 << 20)
+    content = noise(101 << 20)
     (tmp_path / "large").write_bytes(content)
     store = open_store(url, Cache(tmp_path / "cache", 1 << 30))
     store.write("from file", tmp_path / "large")
     with store.local("from file") as path:
         assert path.read_bytes() == content
-    store.write("from bytes", content)
+    store.write("from bytes", content[: 55 << 20])
     assert store.read("from bytes", 5, 20 << 20) == content[5 : 20 << 20]
 
 
@@ -179,6 +180,35 @@ def test_a_store_that_stays_away_is_named(monkeypatch, do):
         with pytest.raises(StoreAway, match=rf"{url}.*: no answer in 2 s .*store_timeout"):
             do(open_store(url, timeout=2))
         assert time.monotonic() - begun < 8
+
+
+@pytest.mark.parametrize("status", [500, 503, 429, "cut"])
+def test_a_fault_that_passes_is_asked_again(monkeypatch, status):
+    """A server that fails twice, then answers; or that hangs up in the middle of a body."""
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.headers["Range"])
+            failing = len(asked) <= 2
+            self.send_response(status if failing and status != "cut" else 206)
+            self.send_header("Content-Length", "0" if failing and status != "cut" else "7")
+            self.end_headers()
+            if not failing or status == "cut":
+                self.wfile.write(b"con" if failing else b"content")
+            self.close_connection = failing
+
+        def log_message(self, *words: object) -> None: ...
+
+    pytest.importorskip("s3fs")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        assert open_store("s3://bucket/set", timeout=20).read("file", 3, 10) == b"content"
+        server.shutdown()
+    assert asked == ["bytes=3-9"] * 3
 
 
 def test_a_wrong_key_is_said_at_once(s3_server, monkeypatch):

@@ -1,6 +1,5 @@
 """A folder of another machine: any backend, made patient, with the cache in front of it."""
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -94,8 +93,8 @@ class RemoteStore(Store):
         with open(path, "r+b") as file:
             for start in range(0, found.size, PIECE):
                 file.write(self.read(name, start, min(start + PIECE, found.size)))
-        now = self._stat(name)
-        if now != found or os.path.getsize(path) != found.size:
+            got = file.tell()  # the file itself has its full size from the start
+        if got != found.size or self._stat(name) != found:
             raise UserError(f"{self.url}/{name} changed while it was read; let its writer finish, and start again")
 
     def _stat(self, name: str) -> Stat:

@@ -70,12 +70,13 @@ class S3(Backend):
         self.fs.pipe_file(path, data) if isinstance(data, bytes) else self.fs.put_file(str(data), path)
 
     def transient(self, error: Exception) -> bool:
-        from botocore.exceptions import BotoCoreError, ConnectionError, HTTPClientError
+        from botocore import exceptions
 
         if status := _answer(error).get("ResponseMetadata", {}).get("HTTPStatusCode"):
             return status >= 500 or status in (408, 429)
-        if isinstance(error, BotoCoreError):
-            return isinstance(error, ConnectionError | HTTPClientError)
+        if isinstance(error, exceptions.BotoCoreError):
+            passing = exceptions.ConnectionError | exceptions.HTTPClientError | exceptions.IncompleteReadError
+            return isinstance(error, passing)
         if isinstance(error, OSError):
             return not isinstance(error, FileNotFoundError | PermissionError | FileExistsError)
         return type(error).__module__.partition(".")[0] in ("aiohttp", "asyncio")  # cut in the middle of a body

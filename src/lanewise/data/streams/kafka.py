@@ -58,16 +58,15 @@ class Kafka(Source):
         heard, taken = time.monotonic(), 0
         while taken < MOST:
             messages = self.consumer.consume(AT_ONCE, timeout=QUIET)
-            if messages:
-                heard = time.monotonic()
-            elif len(self.at_end) == len(self.held):
+            if not messages and len(self.at_end) == len(self.held):
                 break
-            elif time.monotonic() > heard + self.timeout:
+            if time.monotonic() > heard + self.timeout:
                 raise self._away()
             for message in messages:
                 if message.error() is not None:
                     self._heed(message)
                     continue
+                heard = time.monotonic()
                 partition = message.partition()
                 self.at_end.discard(partition)
                 held = self.held[partition]
