@@ -29,7 +29,8 @@ class Broker:
     def delete(self, topic: str) -> None:
         from confluent_kafka.admin import AdminClient
 
-        for done in AdminClient(self._settings()).delete_topics([topic]).values():
+        admin = AdminClient(self._settings())
+        for done in admin.delete_topics([topic]).values():
             done.result(10)
 
     def send(self, topic: str, messages: list[bytes | None], partition: int = 0) -> None:
