@@ -55,7 +55,10 @@ def _from_config(path: Path, layout: Layout, full: bool) -> nn.Module:
     if not full:
         config = _shrunk(config, layout)
     config.use_cache = False
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    try:
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except ValueError as error:
+        raise UserError(f"--module {HF}{path}: {str(error).splitlines()[0]}") from error
 
 
 def _shrunk(config: Any, layout: Layout) -> Any:
