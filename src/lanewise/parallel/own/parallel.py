@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from lanewise.lanes.keys import slot_key
 from lanewise.parallel.own.absent import fill_absent
@@ -193,8 +193,12 @@ class Parallel:
             yield entry.name, tensor
 
     def _joined(self, tensor: Tensor, entry: Entry) -> Tensor:
+        if isinstance(tensor, DTensor):
+            for axis in range(len(tensor.placements)):  # one by one, fsdp first: torch cannot gather both in one
+                gathered = [Replicate()] * (axis + 1) + list(tensor.placements[axis + 1 :])
+                tensor = tensor.redistribute(placements=gathered)
         # A copy: the whole of what every rank holds is its own memory.
-        whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+        whole = _local(tensor).detach().clone()
         if entry.pieces and self.place.size["tp"] > 1:
             assert entry.split_dim is not None
             back = order(entry.pieces, self.place.size["tp"]).argsort().to(whole.device)
