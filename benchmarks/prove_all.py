@@ -15,8 +15,8 @@ from typing import Any
 
 from lanewise.parallel.layout import Layout
 
-SINGLE = ["tp2", "tp4", "pp2", "pp4", "cp2", "cp4", "ep2", "ep4"]
-HYBRIDS = ["pp2.ep2.tp2", "cp2.ep2.tp2", "pp2.cp2.tp2", "pp4.tp2"]
+SINGLE = ["tp2", "tp4", "pp2", "pp4", "cp2", "cp4", "ep2", "ep4", "fsdp2", "fsdp4"]
+HYBRIDS = ["pp2.fsdp2.tp2", "pp2.ep2.tp2", "fsdp2.cp2.tp2", "pp4.fsdp2", "cp2.ep2.tp2", "pp2.cp2.tp2", "pp4.tp2"]
 MODELS = {
     "dense": ["model.preset=tiny-dense"],
     "deepseek": ["model.preset=tiny", "model.expert_groups=2"],
@@ -24,7 +24,7 @@ MODELS = {
 
 
 def layouts() -> list[str]:
-    pairs = [f"{a}2.{b}2" for a, b in itertools.combinations(("pp", "cp", "ep", "tp"), 2)]
+    pairs = [f"{a}2.{b}2" for a, b in itertools.combinations(("pp", "fsdp", "cp", "ep", "tp"), 2)]
     return ["", *SINGLE, *pairs, *HYBRIDS]
 
 
@@ -48,7 +48,7 @@ def main() -> int:
             continue
         for replicas in (1, 2):
             started = time.perf_counter()
-            answer = proof(layout, replicas, [*words, f"batch.size={2 * layout.ep}"])
+            answer = proof(layout, replicas, [*words, f"batch.size={2 * layout.ep * layout.fsdp}"])
             rows = answer["findings"]
             gradients = max(row["error"] for row in rows if row["what"].startswith("gradient of"))
             weights = max(row["error"] for row in rows if "after 3 steps" in row["what"])

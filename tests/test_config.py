@@ -76,3 +76,17 @@ def test_vocabulary_comes_from_the_tokenizer_or_must_hold_it():
     assert config.with_vocabulary(wide, 300).model.vocab_size == 512
     with pytest.raises(UserError, match="smaller than the tokenizer"):
         config.with_vocabulary(wide, 513)
+
+
+def test_what_is_missing_or_misplaced_has_a_remedy():
+    assert (
+        refuses("model.rope_scaling.kind=linear")
+        == "model.rope_scaling.factor: has no value: set model.rope_scaling.factor=..."
+    )
+    assert refuses("train=3") == "train: is a section, not a value: set train.SETTING=..."
+    assert "use letters, digits" in refuses("name=../x")
+
+
+def test_any_text_survives_the_written_run_file():
+    run = config.load(None, []).model_copy(update={"data": config.Data(source='\x01\x1f\x7f"\\\t\n é')})
+    assert config.parse(config.dump(run)) == run

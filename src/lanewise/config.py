@@ -7,6 +7,7 @@ A field made with `free(...)` may change between a run and its resumption; every
 """
 
 import difflib
+import json
 import tomllib
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -229,9 +230,12 @@ class Train(Section):
     epochs: float = Field(0, description="if > 0: stop after this many passes over the data instead of `steps`", ge=0)
     seed: int = Field(0, description="seed of weights, order and dropout", ge=0, lt=2**63)
     precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16 keeps fp32 master weights and sums")
+    label_smoothing: float = Field(0.0, description="part of a label's weight that goes to all words alike", ge=0, lt=1)
+    z_loss: float = Field(0.0, description="weight of the squared log of softmax's denominator", ge=0)
     compile: bool = Field(False, description="torch.compile the blocks: slower start, faster steps, other bits")
     threads: int = Field(1, description="compute threads per process", ge=1)
     deterministic: bool = Field(True, description="deterministic kernels on CUDA (always so on CPU)")
+    check_sync: int = free(0, "steps between checks that copies of a weight are equal on all ranks; 0 is never", ge=0)
     max_skips: int = free(10, "stop after this many non-finite steps in a row", ge=1)
 
 
@@ -240,6 +244,7 @@ class Layout(Section):
         "none", "activations not kept for the backward: none, all of a block's, or all but products of matrices"
     )
     axes: str = free("", "axes inside a replica with their degrees, as in 'pp2.tp2'; empty: a replica is one worker")
+    offload: bool = free(False, "with fsdp: weights, gradients and optimizer state in host memory")
     zero: Literal[0, 1, 2] = free(1, "across replicas: 1 shards the optimizer, 2 also frees full gradients early")
     bucket_mb: float = Field(8.0, description="fp32 gradient bytes exchanged at once, in MB (2^20)", gt=0)
 
@@ -402,6 +407,12 @@ def _explain(error: ValidationError, prefix: str = "") -> str:
     shown = "" if isinstance(given, dict | BaseModel) else f", got {given!r}"
     if not key:
         return message + more
+    if first["type"] == "missing":
+        return f"{key}: has no value: set {key}=...{more}"
+    if first["type"] in ("model_type", "dict_type", "model_attributes_type"):
+        return f"{key}: is a section, not a value: set {key}.SETTING=...{more}"
+    if first["type"] == "string_pattern_mismatch":
+        return f"{key}: {given!r} is no name for a folder: use letters, digits and . _ -, a letter or digit first{more}"
     return f"{key}: {message[0].lower()}{message[1:]}{shown}{more}"
 
 
@@ -457,8 +468,7 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
-        return f'"{escaped}"'
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # but for DEL, TOML's escapes
     if isinstance(value, tuple | list):
         return "[" + ", ".join(_toml(v) for v in value) + "]"
     if isinstance(value, BaseModel):

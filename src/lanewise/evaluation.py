@@ -46,6 +46,11 @@ def evaluate(
 def losses(model: LanguageModel, slots: Iterable[Slot], device: torch.device) -> Iterator[Tensor]:
     """The summed next-token loss of each slot."""
     for slot in slots:
-        tokens_BT = torch.from_numpy(slot.tokens_BT).to(device)
-        labels_BT = torch.from_numpy(slot.labels_BT).to(device)
-        yield model(tokens_BT, labels_BT).nll_sum
+        yield model(**inputs(slot, device)).nll_sum
+
+
+def inputs(slot: Slot, device: torch.device) -> dict[str, Tensor]:
+    """What a model is given of a slot. Documents' starts stay on the CPU, which reads them."""
+    given = {"tokens_BT": torch.from_numpy(slot.tokens_BT), "labels_BT": torch.from_numpy(slot.labels_BT)}
+    given = {name: tensor.to(device) for name, tensor in given.items()}
+    return given if slot.starts_BT is None else given | {"starts_BT": torch.from_numpy(slot.starts_BT)}

@@ -9,7 +9,7 @@ from torch import Tensor
 from lanewise.checkpoint.pieces import Entry, State
 from lanewise.config import Run
 from lanewise.data.dataset import Slot
-from lanewise.evaluation import losses
+from lanewise.evaluation import inputs, losses
 from lanewise.lanes.adamw import ShardedAdamW
 from lanewise.lanes.flat import Bucket, Place, lay_out
 from lanewise.lanes.keys import slot_key
@@ -18,11 +18,10 @@ from lanewise.lanes.vote import Ballot, Verdict, Voter
 from lanewise.models.base import LanguageModel
 from lanewise.models.init import initial
 from lanewise.parallel import boxes
+from lanewise.parallel.build import PRECISIONS
 from lanewise.parallel.layout import WORK
 from lanewise.parallel.mesh import Mesh
 from lanewise.parallel.pipeline import Microbatch, Pipeline
-
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Replica:
@@ -37,7 +36,7 @@ class Replica:
             list(self.model.named_parameters()),
             table,
             lambda spec: boxes.held(spec, mesh),
-            dtype,
+            torch.float32 if mesh.size["fsdp"] > 1 else dtype,
             run.layout.bucket_mb,
         )
         self.reducer = Reducer(
@@ -91,7 +90,7 @@ class Replica:
         for microbatch in microbatches:
             self.reducer.begin(microbatch.lane, microbatch.k)
             enter("forward")
-            output = self.model(microbatch.tokens_BT, microbatch.labels_BT, microbatch.key)
+            output = self.model(microbatch.tokens_BT, microbatch.labels_BT, microbatch.key, microbatch.starts_BT)
             enter("backward")
             output.loss_sum.backward()
             self.reducer.end()
@@ -117,10 +116,8 @@ class Replica:
 
     def _microbatch(self, slot: Slot, step: int = 0, lane: int = 0, k: int = 0) -> Microbatch:
         device = self.mesh.world.device
-        tokens_BT = torch.from_numpy(slot.tokens_BT).to(device)
-        labels_BT = torch.from_numpy(slot.labels_BT).to(device)
         key = torch.tensor(slot_key(self.run.train.seed, step, lane, k), device=device)
-        return Microbatch(lane, k, tokens_BT, labels_BT, slot.valid, key)
+        return Microbatch(lane, k, valid=slot.valid, key=key, **inputs(slot, device))
 
     def commit(self, verdict: Verdict, chunks: Sequence[Tensor], lr: float, update: int) -> None:
         """Update number `update`. Gradients are sums over tokens: one division here makes them means, and clips."""
@@ -159,14 +156,14 @@ def entries(bucket: Bucket, start: int, held: Tensor) -> Iterator[tuple[str, Ent
         a = min(max(start, place.start), place.stop)
         b = max(min(start + len(held), place.stop), a)
         values = held[a - start : b - start] if a < b else held[:0]
-        entry = Entry.flat(place.parameter.shape, a - place.start, values)
+        entry = Entry.flat(place.shape, a - place.start, values)
         yield place.spec.name, entry.inside(place.spec.shape, place.held.offsets)
 
 
 def _initial(place: Place, seed: int) -> Tensor:
     """The keyed initial values of this rank's box of a parameter, flat, in fp32."""
     first, *offsets = place.held.offsets
-    rows, *shape = place.parameter.shape
+    rows, *shape = place.shape
     values = initial(place.spec, seed, slice(first, first + rows))
     for dim, (offset, size) in enumerate(zip(offsets, shape, strict=True), start=1):
         values = values.narrow(dim, offset, size)

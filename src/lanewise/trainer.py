@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lanewise import config
 from lanewise.checkpoint.locate import locate
-from lanewise.checkpoint.manifest import Manifest, folder_of
+from lanewise.checkpoint.manifest import Manifest
 from lanewise.checkpoint.store import Checkpoints, Found
 from lanewise.data.dataset import Dataset
 from lanewise.data.stages import Feed, WriteBack
@@ -30,6 +30,7 @@ from lanewise.origin import check_origin, what_it_holds
 from lanewise.parallel.build import build_part
 from lanewise.parallel.layout import Layout
 from lanewise.parallel.mesh import Mesh
+from lanewise.parallel.sync import first_difference
 from lanewise.replica import Replica
 from lanewise.schedule import learning_rate
 
@@ -91,6 +92,7 @@ class Trainer:
             background=self.run.checkpoint.background,
             group=world.side,
             alarm=self.events.alarm,
+            published=lambda about: self.events.write("checkpoint", **about),
         )
 
     def train(self) -> int:
@@ -149,6 +151,7 @@ class Trainer:
         else:
             self._skip(verdict)
         self.progress.step = step
+        self._check_sync()
         self.progress.tokens += verdict.tokens
         self._record(verdict, lr, time.perf_counter() - started)
         return verdict
@@ -167,6 +170,11 @@ class Trainer:
         self.progress.skipped_in_row += 1
         reason = "no valid token" if not verdict.tokens else f"loss {verdict.loss}, norm {verdict.gradient_norm}"
         self.events.alarm("step_skipped", {"reason": reason, "in_row": self.progress.skipped_in_row})
+
+    def _check_sync(self) -> None:
+        """A debug check. Copies are equal by construction, so a difference is a fault of ours, or of the machine."""
+        if _due(self.run.train.check_sync, self.progress.step) and (difference := first_difference(self.replica)):
+            raise RuntimeError(f"copies of a tensor are not equal after step {self.progress.step}: {difference}")
 
     def _give_up(self, verdict: Verdict) -> int:
         reason = f"{self.progress.skipped_in_row} steps in a row were not finite (loss {verdict.loss})"
@@ -269,7 +277,6 @@ class Trainer:
         }
         self.checkpoints.save(self.progress.step, self.replica.state(share=True), meta)
         self.saved = self.progress.step
-        self.events.write("checkpoint", path=str(folder_of(self.checkpoints.root, self.progress.step)))
 
     def _resume(self) -> None:
         """Go on from the newest good checkpoint of this run, or from the one that was named."""

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from lanewise.models import loss
-from lanewise.models.loss import cross_entropy_sum
+from lanewise.models.loss import Objective
 
 
 def inputs(dtype=torch.float64, tokens=(3, 17), hidden=8, vocab=29):
@@ -15,6 +15,12 @@ def inputs(dtype=torch.float64, tokens=(3, 17), hidden=8, vocab=29):
     labels = torch.randint(0, vocab, tokens, generator=generator)
     labels[0, 3:9] = labels[2] = -100
     return x, w, labels
+
+
+def cross_entropy_sum(x, w, labels):
+    total, alone = loss.cross_entropy_sum(x, w, labels)
+    assert total == alone
+    return total
 
 
 def naive(x, w, labels):
@@ -82,3 +88,18 @@ def test_bf16_inputs_are_summed_in_fp32():
     torch.testing.assert_close(got.double(), expected, rtol=1e-6, atol=0)
     dx, dw = torch.autograd.grad(got, (x, w))
     assert dx.dtype == dw.dtype == torch.bfloat16
+
+
+@pytest.mark.usefixtures("_rows")
+@pytest.mark.parametrize("objective", [Objective(0.2), Objective(z=0.01), Objective(0.2, 0.01)])
+def test_label_smoothing_and_z_loss(objective):
+    """faults.md A11, in one process: against torch's smoothing and the formula; what is displayed stays as it is."""
+    x, w, labels = inputs()
+    logits, flat = (x @ w.T).flatten(0, 1), labels.flatten()
+    expected = F.cross_entropy(logits, flat, reduction="sum", label_smoothing=objective.smoothing)
+    expected = expected + objective.z * logits.logsumexp(-1)[flat != -100].square().sum()
+    got, nll = loss.cross_entropy_sum(x, w, labels, objective)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(nll, naive(x, w, labels))
+    assert not nll.requires_grad
+    torch.testing.assert_close(torch.autograd.grad(got * 0.3, (x, w)), torch.autograd.grad(expected * 0.3, (x, w)))

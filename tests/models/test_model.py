@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from lanewise.config import load_model
 from lanewise.models.build import build
 from lanewise.models.init import fill
+from lanewise.models.loss import Objective
 from lanewise.models.moe import MoE
 from lanewise.models.router import balance_loss
 
@@ -93,6 +94,19 @@ def test_nll_is_the_cross_entropy_of_the_logits(raw):
     expected = F.cross_entropy(model.logits(tokens).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
     torch.testing.assert_close(out.nll_sum, expected)
     assert not out.nll_sum.requires_grad
+
+
+def test_label_smoothing_and_z_loss_leave_the_displayed_loss_alone(raw):
+    alone = {"balance_loss": 0.0, "mtp_layers": 0} if raw is DEEPSEEK else {}
+    model = make(raw | alone, torch.float64)
+    tokens, labels = data()
+    plain = model(tokens, labels).nll_sum
+    model.objective = Objective(smoothing=0.1, z=0.01)
+    out = model(tokens, labels)
+    logits = model.logits(tokens).flatten(0, 1)
+    expected = F.cross_entropy(logits, labels.flatten(), reduction="sum", label_smoothing=0.1)
+    torch.testing.assert_close(out.loss_sum, expected + 0.01 * logits.logsumexp(-1).square().sum())
+    assert out.nll_sum == plain
 
 
 def test_causality(raw):
@@ -182,13 +196,12 @@ def test_prediction_ahead_by_the_paper():
         if isinstance(module, MoE):
             module.register_forward_hook(report)
     everything = torch.ones(3, T, dtype=torch.bool)
-    angles = model.rotary.angles(T, tokens.device)
-    hidden = model.norm(model.trunk(model.embed(tokens), angles, everything, None)[0])
+    hidden = model.norm(model.trunk(model.embed(tokens), model.places(tokens), everything, None)[0])
     loss = F.cross_entropy(model.head(hidden).flatten(0, 1), labels.flatten(), reduction="sum")
     for k, depth in enumerate(model.mtp.values(), start=1):
         n = T - k
         hidden, _ = depth(
-            hidden[:, :n], model.embed(tokens[:, k:]), model.rotary.angles(n, tokens.device), everything[:, :n], None
+            hidden[:, :n], model.embed(tokens[:, k:]), model.places(tokens[:, :n]), everything[:, :n], None
         )
         nll = F.cross_entropy(model.head(hidden).flatten(0, 1), labels[:, k:].flatten(), reduction="sum")
         loss = loss + config.mtp_weight / 2 * nll

@@ -43,6 +43,18 @@ def test_keys_without_the_gradients_of_the_other_ranks_show():
     assert max(errors(on_ranks(2, broken, run)[0], alone(run)).values()) > 1000 * TOLERANCE
 
 
+def one_document(rank, size, run):
+    attend = Context.attend
+    Context.attend = lambda self, q, k, v, scale, starts: attend(self, q, k, v, scale, None)
+    return traced(rank, size, run, "cp2")
+
+
+def test_documents_that_see_each_other_show():
+    """D5: the made-up slots have rows of several documents."""
+    run = make(DENSE)
+    assert max(errors(on_ranks(2, one_document, run)[0], alone(run)).values()) > 1000 * TOLERANCE
+
+
 @pytest.mark.parametrize("longest", [0, attention.LONGEST], ids=["fused", "in-chunks"])
 def test_the_queries_are_the_last_ones(monkeypatch, longest):
     monkeypatch.setattr(attention, "LONGEST", longest)

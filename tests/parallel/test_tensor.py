@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from spread_ranks import DEEPSEEK, DENSE, TOLERANCE, alone, errors, make, same_bits, traced
 
 from lanewise.lanes.reducer import _BucketSum
+from lanewise.models import loss
+from lanewise.models.loss import Objective
 from lanewise.parallel import vocabulary
 from lanewise.parallel.spread import Spread
 from processes import on_ranks
@@ -20,7 +22,7 @@ from processes import on_ranks
         (DENSE, 3, {"length": 18, "tie_embeddings": True}),  # A1: 4 heads, 50 channels, 67 words over 3
         (DEEPSEEK, 2, {"dropout": 0.2}),  # A3, A4
         (DEEPSEEK, 4, {"tie_embeddings": True}),
-        (DEEPSEEK, 3, {"length": 18, "q_lora_rank": 0}),
+        (DEEPSEEK, 3, {"length": 18, "q_lora_rank": 0, "train": {"label_smoothing": 0.1, "z_loss": 0.01}}),  # A11
     ],
 )
 def test_every_number_is_that_of_one_process(model, size, overrides):
@@ -39,16 +41,21 @@ def test_replicas_on_top_change_no_bit(model):
         )
 
 
-def in_halves(rank, size, seed):
-    """Loss, and gradients of x and this rank's rows, of the split cross-entropy; rows 0..2 belong to rank 0."""
+def in_halves(rank, size, seed, objective):
+    """Sums, and gradients of x and this rank's rows, of the split cross-entropy; rows 0..2 belong to rank 0.
+
+    So few logits are held at a time that ranks which counted their own rows would cut the tokens differently.
+    """
+    loss.CHUNK, loss.MIN_ROWS = 12, 1
     x, weight, labels = head(seed)
     rows = slice(0, 3) if rank == 0 else slice(3, None)
     part = weight[rows].clone().requires_grad_()
     x.requires_grad_()
-    loss = vocabulary.cross_entropy_sum(x, part, labels, rows.start, dist.group.WORLD)
-    (2 * loss).backward()
+    words = vocabulary.SharedWords(7, dist.group.WORLD)
+    total, nll = loss.cross_entropy_sum(x, part, labels, objective, words)
+    (2 * total).backward()
     dist.all_reduce(x.grad)
-    return loss.item(), x.grad, part.grad
+    return total.item(), nll.item(), x.grad, part.grad
 
 
 def head(seed):
@@ -58,15 +65,20 @@ def head(seed):
     return 30 * torch.randn(2, 5, 4, generator=generator), torch.randn(7, 4, generator=generator), labels
 
 
-def test_cross_entropy_over_uneven_halves_of_the_vocabulary():
+@pytest.mark.parametrize("objective", [Objective(), Objective(smoothing=0.1, z=0.01)], ids=["plain", "A11"])
+def test_cross_entropy_over_uneven_halves_of_the_vocabulary(objective):
     """Against torch's, at logits so large that exponentials overflow unless the largest logit of all ranks is used."""
     x, weight, labels = head(1)
     x.requires_grad_()
     weight.requires_grad_()
-    loss = F.cross_entropy((x @ weight.T).flatten(0, 1), labels.flatten(), reduction="sum")
-    (2 * loss).backward()
-    (a, dx, top), (b, _, bottom) = on_ranks(2, in_halves, 1)
-    assert a == b == pytest.approx(loss.item(), rel=1e-5)
+    logits, flat = (x @ weight.T).flatten(0, 1), labels.flatten()
+    nll = F.cross_entropy(logits, flat, reduction="sum")
+    total = F.cross_entropy(logits, flat, reduction="sum", label_smoothing=objective.smoothing)
+    total = total + objective.z * logits.logsumexp(-1)[flat != -100].square().sum()
+    (2 * total).backward()
+    (a, plain, dx, top), (b, _, _, bottom) = on_ranks(2, in_halves, 1, objective)
+    assert a == b == pytest.approx(total.item(), rel=1e-5)
+    assert plain == pytest.approx(nll.item(), rel=1e-5)
     torch.testing.assert_close(dx, x.grad)
     torch.testing.assert_close(torch.cat((top, bottom)), weight.grad)
 

@@ -69,9 +69,11 @@ class Checkpoints:
         background: bool,
         group: ProcessGroup | None,
         alarm: Callable[[str, dict[str, Any]], None],
+        published: Callable[[dict[str, Any]], None] = lambda about: None,
     ) -> None:
         assert keep >= 1, "the last checkpoint is always kept"
         self.root, self.keep, self.background, self.group, self.alarm = root, keep, background, group, alarm
+        self.announce = published  # told the step and the path of each checkpoint that is whole, as soon as it is
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world = 1 if group is None else dist.get_world_size(group)
         self._damaged: set[Path] = set()
@@ -125,6 +127,7 @@ class Checkpoints:
         try:
             self._write(path, step, state, meta)
             self._published = True
+            self.announce(self._about)
             return
         except CheckpointException as failed:
             errors = {rank: error for rank, (error, _) in failed.failures.items()}

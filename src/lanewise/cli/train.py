@@ -113,6 +113,9 @@ def _join(place: environment.Place, settings: config.Run, arguments: argparse.Na
 def _usable(settings: config.Run) -> int:
     """Workers this machine can keep busy, in whole replicas: one per GPU, or the cores by the threads of each."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    if visible is not None:
+        gpus = min(gpus, len([word for word in visible.split(",") if word.strip() not in ("", "-1")]))
     replica = Layout.parse(settings.layout.axes).size
     return replica * max(1, min(settings.batch.lanes, (gpus or cores // settings.train.threads) // replica))

@@ -32,9 +32,9 @@ class Slot:
 
     tokens_BT: np.ndarray  # int64
     labels_BT: np.ndarray  # int64, what follows each token (already shifted); IGNORED: not predicted
-    samples: list[str]  # ids, see `Sample.id`, or "held:<window>"; a row of padding has none
+    samples: list[str]  # ids, see `Dataset._id`, or "held:<window>"; a row of padding has none
     valid: int  # labels that count
-    starts_BT: np.ndarray | None = None  # int64, where in its row each token's document starts; None: all one document
+    starts_BT: np.ndarray | None = None  # int64, where in its row each token's document starts; None: one a row
 
 
 class Sample(NamedTuple):

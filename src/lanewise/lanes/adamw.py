@@ -102,8 +102,7 @@ class ShardedAdamW:
                     found_inf=None,
                 )
             works += self._publish(part)
-        for work in works:
-            work.wait()
+        self._finish(works)
 
     def _segments(self, part: Part) -> Iterator[tuple[float, int, int]]:
         """(decay, from, to) of the part: runs of parameters with the same decay, padding with its left neighbour."""
@@ -125,5 +124,10 @@ class ShardedAdamW:
 
     def publish(self) -> None:
         """Bring the model's weights up to date with the masters, on every copy."""
-        for work in [work for part in self.parts for work in self._publish(part)]:
+        self._finish([work for part in self.parts for work in self._publish(part)])
+
+    def _finish(self, works: Sequence[dist.Work]) -> None:
+        for work in works:
             work.wait()
+        for part in self.parts:
+            part.bucket.refresh()

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils import swap_tensors
 
 from lanewise.lanes.copies import Copies
 from lanewise.models.spec import ParamSpec
@@ -56,8 +58,21 @@ class Place:
     start: int
 
     @property
+    def shape(self) -> torch.Size:
+        return local(self.parameter).shape
+
+    @property
     def stop(self) -> int:
-        return self.start + self.parameter.numel()
+        return self.start + local(self.parameter).numel()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor: where FSDP has sharded it, the shard."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        shard: Tensor = tensor.to_local()
+    return shard
 
 
 class Bucket:
@@ -75,9 +90,16 @@ class Bucket:
         self.chunk = -(-self.used // (block * copies.size)) * block
         self.size = self.chunk * copies.size
         self.own = slice(copies.rank * self.chunk, (copies.rank + 1) * self.chunk)
-        self.weights = torch.zeros(self.size, dtype=dtype, device=places[0].parameter.device)
+        self.weights = torch.zeros(self.size, dtype=dtype, device=local(places[0].parameter).device)
         for place in places:
-            place.parameter.data = self.weights[place.start : place.stop].view(place.parameter.shape)
+            _house(place.parameter, self.weights[place.start : place.stop].view(place.shape))
+
+    def refresh(self) -> None:
+        """Copy the weights to parameters that could not become views of them: FSDP pads shards of unequal sizes."""
+        for place in self.places:
+            here, values = local(place.parameter), self.weights[place.start : place.stop].view(place.shape)
+            if here.data_ptr() != values.data_ptr():
+                here.copy_(values)
 
     def overlaps(self, start: int, stop: int) -> Iterator[tuple[Place, int, int]]:
         """(place, from, to) of each parameter that has elements in [start, stop) of the bucket; in bucket positions."""
@@ -85,6 +107,22 @@ class Bucket:
             a, b = max(start, place.start), min(stop, place.stop)
             if a < b:
                 yield place, a, b
+
+
+def _house(parameter: nn.Parameter, values: Tensor) -> None:
+    """Let the parameter live in `values` from now on."""
+    if not isinstance(parameter, DTensor):
+        parameter.data = values
+        return
+    moved = DTensor.from_local(
+        values,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    swap_tensors(parameter, nn.Parameter(moved, requires_grad=parameter.requires_grad))
 
 
 def lay_out(
@@ -141,6 +179,6 @@ def norm_positions(buckets: Sequence[Bucket], numels: Mapping[str, Sequence[int]
     positions = [torch.full((bucket.size // block,), -1, dtype=torch.int64) for bucket in buckets]
     for bucket, position in zip(buckets, positions, strict=True):
         for place in bucket.places:
-            first, count = firsts[place.spec.name, place.held.index], -(-place.parameter.numel() // block)
+            first, count = firsts[place.spec.name, place.held.index], -(-local(place.parameter).numel() // block)
             position[place.start // block :][:count] = torch.arange(first, first + count)
     return positions, total

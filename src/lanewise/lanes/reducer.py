@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lanewise.lanes.assignment import lanes_of
-from lanewise.lanes.flat import Bucket
+from lanewise.lanes.flat import Bucket, local
 from lanewise.lanes.tree import TreeSum, cover
 from lanewise.lanes.wire import Message, exchange, others
 
@@ -59,7 +59,7 @@ class Reducer:
         def arrived(parameter: Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None
-            if bucket_sum.take(index, gradient):
+            if bucket_sum.take(index, local(gradient)):
                 self._launch()
 
         return arrived
@@ -137,7 +137,7 @@ class _BucketSum:
         """Add one parameter's gradient; True if it was the last one that the exchange of this bucket waited for."""
         assert self.target is not None
         place = self.bucket.places[index]
-        part = self.target[place.start : place.stop].view(place.parameter.shape)
+        part = self.target[place.start : place.stop].view(place.shape)
         if self.fresh:
             part.copy_(gradient)
         else:

@@ -16,7 +16,7 @@ from lanewise.models.loss import carry
 from lanewise.models.mla import LatentAttention
 from lanewise.models.moe import MoE, Routing
 from lanewise.models.norm import RMSNorm
-from lanewise.models.rotary import Angles, Rotary
+from lanewise.models.rotary import Places, Rotary
 from lanewise.models.seams import ALONE, Seams
 from lanewise.models.spec import IGNORE, Output, Passed
 
@@ -39,10 +39,10 @@ class Block(nn.Module):
         )
 
     def forward(
-        self, x_BTH: Tensor, angles: Angles, valid_BT: Tensor, key: Tensor | None
+        self, x_BTH: Tensor, places: Places, valid_BT: Tensor, key: Tensor | None
     ) -> tuple[Tensor, Routing | None]:
         numbers = self.seams.numbers()
-        y = self.attention(self.attention_norm(x_BTH), angles)
+        y = self.attention(self.attention_norm(x_BTH), places)
         x_BTH = x_BTH + dropout(y, self.dropout, key, 0, numbers)
         y, routing = self.ffn_norm(x_BTH), None
         if isinstance(self.ffn, MoE):
@@ -65,11 +65,11 @@ class Ahead(nn.Module):
         self.norm = RMSNorm(config.hidden, config.norm_eps)
 
     def forward(
-        self, hidden_BTH: Tensor, next_BTH: Tensor, angles: Angles, valid_BT: Tensor, key: Tensor | None
+        self, hidden_BTH: Tensor, next_BTH: Tensor, places: Places, valid_BT: Tensor, key: Tensor | None
     ) -> tuple[Tensor, Routing | None]:
         # the published weights expect the embedding first (equation 21 has it second)
         x_BTH = self.join(torch.cat((self.embed_norm(next_BTH), self.hidden_norm(hidden_BTH)), dim=-1))
-        x_BTH, routing = self.block(x_BTH, angles, valid_BT, key)
+        x_BTH, routing = self.block(x_BTH, places, valid_BT, key)
         return self.norm(x_BTH), routing
 
 
@@ -94,37 +94,45 @@ class DeepSeek(LanguageModel):
         return 1 + self.config.mtp_layers
 
     def trunk(
-        self, x_BTH: Tensor, angles: Angles, valid_BT: Tensor, key: Tensor | None
+        self, x_BTH: Tensor, places: Places, valid_BT: Tensor, key: Tensor | None
     ) -> tuple[Tensor, dict[int, Routing]]:
         """Hidden states after the last layer that is here, and what those with experts report, by layer."""
         reports = {}
         for index, block in self.layers.items():
-            x_BTH, routing = block(x_BTH, angles, valid_BT, fold(key, int(index)))
+            x_BTH, routing = block(x_BTH, places, valid_BT, fold(key, int(index)))
             if routing is not None:
                 reports[int(index)] = routing
         return x_BTH, reports
 
     def part(
-        self, states: Sequence[Tensor], tokens_BT: Tensor, labels_BT: Tensor, key: Tensor | None
+        self,
+        states: Sequence[Tensor],
+        tokens_BT: Tensor,
+        labels_BT: Tensor,
+        key: Tensor | None,
+        starts_BT: Tensor | None = None,
     ) -> Output | Passed:
         key = key if self.training else None
-        angles = self.rotary.angles(tokens_BT.shape[1], tokens_BT.device).at(self.seams.positions)
+        places = self.places(tokens_BT, starts_BT)
         x_BTH, *following = states or self._embeddings(tokens_BT)
-        x_BTH, reports = self.trunk(x_BTH, angles, self._valid(labels_BT), key)
+        x_BTH, reports = self.trunk(x_BTH, places, self._valid(labels_BT), key)
         if not self.ends:
             for report in reports.values():
                 x_BTH = carry(x_BTH, report.balance_sum * self.config.balance_loss)
             return Passed((x_BTH, *following), self._counts(reports, x_BTH.device))
 
         hidden_BTH = self.norm(x_BTH)
-        loss = self._loss(hidden_BTH, labels_BT)
-        nll = loss.detach()
+        loss, nll = self._loss(hidden_BTH, labels_BT)
         for (depth, ahead), next_BTH in zip(self.mtp.items(), following, strict=True):
             # Every depth looks one token further. An ignored label is not looked across: a document may end there.
-            labels_BT = F.pad(labels_BT[:, 1:], (0, 1), value=IGNORE).masked_fill(labels_BT == IGNORE, IGNORE)
+            closed_BT = labels_BT == IGNORE
+            if starts_BT is not None:
+                closed_BT |= (F.pad(starts_BT[:, 1:], (0, 1)) != starts_BT).to(closed_BT.device)
+            labels_BT = F.pad(labels_BT[:, 1:], (0, 1), value=IGNORE).masked_fill(closed_BT, IGNORE)
             index = self.config.layers + int(depth)
-            hidden_BTH, routing = ahead(hidden_BTH, next_BTH, angles, self._valid(labels_BT), fold(key, index))
-            loss = loss + self._loss(hidden_BTH, labels_BT) * (self.config.mtp_weight / self.config.mtp_layers)
+            hidden_BTH, routing = ahead(hidden_BTH, next_BTH, places, self._valid(labels_BT), fold(key, index))
+            ahead_loss, _ = self._loss(hidden_BTH, labels_BT)
+            loss = loss + ahead_loss * (self.config.mtp_weight / self.config.mtp_layers)
             if routing is not None:
                 reports[index] = routing
         for report in reports.values():
@@ -134,17 +142,18 @@ class DeepSeek(LanguageModel):
     def _embeddings(self, tokens_BT: Tensor) -> list[Tensor]:
         """Own tokens' embeddings, and for each depth of prediction ahead those of the tokens so much later.
 
-        Shapes stay: what is shifted in predicts nothing, and causality hides it from the rest. They are looked up here,
+        Shapes stay: what is shifted in, past the end or from the next document, predicts nothing, and causality hides
+        it from the rest. They are looked up here,
         at the start, and handed on, so that the embedding is in one place also where the model is in several.
         """
-        shifted = [F.pad(tokens_BT[:, depth:], (0, depth)) for depth in range(self.handed_on)]
+        shifted = [F.pad(tokens_BT, (0, depth))[:, depth:] for depth in range(self.handed_on)]
         return [self.seams.embedded(self.seams.share(tokens), self.embed.weight) for tokens in shifted]
 
     def _valid(self, labels_BT: Tensor) -> Tensor:
         return self.seams.own(self.seams.share(labels_BT)) != IGNORE
 
-    def _loss(self, hidden_BTH: Tensor, labels_BT: Tensor) -> Tensor:
-        return self.seams.loss(hidden_BTH, self.head.weight, self.seams.share(labels_BT))
+    def _loss(self, hidden_BTH: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor]:
+        return self.seams.loss(hidden_BTH, self.head.weight, self.seams.share(labels_BT), self.objective)
 
     def _counts(self, reports: dict[int, Routing], device: torch.device) -> Tensor:
         """[L, E]: a row for each layer with experts of the whole model."""
@@ -154,9 +163,8 @@ class DeepSeek(LanguageModel):
         return counts_LE
 
     def logits(self, tokens_BT: Tensor) -> Tensor:
-        angles = self.rotary.angles(tokens_BT.shape[1], tokens_BT.device)
         x_BTH = self._embeddings(tokens_BT)[0]
-        x_BTH, _ = self.trunk(x_BTH, angles, torch.ones_like(tokens_BT, dtype=torch.bool), None)
+        x_BTH, _ = self.trunk(x_BTH, self.places(tokens_BT), torch.ones_like(tokens_BT, dtype=torch.bool), None)
         logits_BTV: Tensor = self.head(self.norm(x_BTH))
         return logits_BTV
 

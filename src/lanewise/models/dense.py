@@ -10,7 +10,7 @@ from lanewise.models.dropout import dropout, fold
 from lanewise.models.feedforward import FeedForward
 from lanewise.models.linear import Linear
 from lanewise.models.norm import RMSNorm
-from lanewise.models.rotary import Angles, Rotary, rotate
+from lanewise.models.rotary import Places, Rotary, rotate
 from lanewise.models.seams import ALONE, Seams
 from lanewise.models.spec import Cut, Output, Passed
 
@@ -35,17 +35,17 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(width, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(width, config.norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x_BTH: Tensor, angles: Angles) -> Tensor:
+    def forward(self, x_BTH: Tensor, places: Places) -> Tensor:
         """x and the output are of own tokens."""
         x_BTH = self.seams.whole(x_BTH)
         q, k, v = (project(x_BTH).unflatten(-1, (-1, self.width)) for project in (self.q, self.k, self.v))
         if self.serving is not None:
             k, v = k[:, :, self.serving], v[:, :, self.serving]
-        q_BNTD = rotate(self.q_norm(q).transpose(1, 2), angles, interleaved=False)
-        k_BGTD = rotate(self.k_norm(k).transpose(1, 2), angles, interleaved=False)
+        q_BNTD = rotate(self.q_norm(q).transpose(1, 2), places.angles, interleaved=False)
+        k_BGTD = rotate(self.k_norm(k).transpose(1, 2), places.angles, interleaved=False)
         k, v = self.seams.everywhere(k_BGTD.transpose(1, 2), v)
-        out_BTX = self.seams.attend(q_BNTD, k.transpose(1, 2), v.transpose(1, 2), self.scale).flatten(2)
-        return self.seams.joined(self.o(out_BTX))
+        out_BTND = self.seams.attend(q_BNTD, k.transpose(1, 2), v.transpose(1, 2), self.scale, places.starts_BT)
+        return self.seams.joined(self.o(out_BTND.flatten(2)))
 
 
 class Block(nn.Module):
@@ -59,9 +59,9 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(config.hidden, config.norm_eps)
         self.ffn = FeedForward(config.hidden, config.ffn_hidden, config.init_std)
 
-    def forward(self, x_BTH: Tensor, angles: Angles, key: Tensor | None) -> Tensor:
+    def forward(self, x_BTH: Tensor, places: Places, key: Tensor | None) -> Tensor:
         numbers = self.seams.numbers()
-        y = self.attention(self.attention_norm(x_BTH), angles)
+        y = self.attention(self.attention_norm(x_BTH), places)
         x_BTH = x_BTH + dropout(y, self.dropout, key, 0, numbers)
         y = self.seams.joined(self.ffn(self.seams.whole(self.ffn_norm(x_BTH))))
         return x_BTH + dropout(y, self.dropout, key, 1, numbers)
@@ -74,22 +74,30 @@ class Dense(LanguageModel):
         for index in range(config.layers):
             self.layers[str(index)] = Block(config, self.rotary.softmax_factor)
 
-    def trunk(self, states: Sequence[Tensor], tokens_BT: Tensor, key: Tensor | None) -> Tensor:
+    def trunk(
+        self, states: Sequence[Tensor], tokens_BT: Tensor, key: Tensor | None, starts_BT: Tensor | None = None
+    ) -> Tensor:
         """Hidden states after the last layer that is here: [B, T, H]."""
-        angles = self.rotary.angles(tokens_BT.shape[1], tokens_BT.device).at(self.seams.positions)
+        places = self.places(tokens_BT, starts_BT)
         (x_BTH,) = states or [self.seams.embedded(self.seams.share(tokens_BT), self.embed.weight)]
         for index, block in self.layers.items():
-            x_BTH = block(x_BTH, angles, fold(key, int(index)))
+            x_BTH = block(x_BTH, places, fold(key, int(index)))
         return x_BTH
 
     def part(
-        self, states: Sequence[Tensor], tokens_BT: Tensor, labels_BT: Tensor, key: Tensor | None
+        self,
+        states: Sequence[Tensor],
+        tokens_BT: Tensor,
+        labels_BT: Tensor,
+        key: Tensor | None,
+        starts_BT: Tensor | None = None,
     ) -> Output | Passed:
-        x_BTH = self.trunk(states, tokens_BT, key if self.training else None)
+        x_BTH = self.trunk(states, tokens_BT, key if self.training else None, starts_BT)
         if not self.ends:
             return Passed((x_BTH,), None)
-        nll = self.seams.loss(self.norm(x_BTH), self.head.weight, self.seams.share(labels_BT))
-        return Output(nll, nll.detach(), None)
+        labels_BT = self.seams.share(labels_BT)
+        loss, nll = self.seams.loss(self.norm(x_BTH), self.head.weight, labels_BT, self.objective)
+        return Output(loss, nll, None)
 
     def logits(self, tokens_BT: Tensor) -> Tensor:
         logits_BTV: Tensor = self.head(self.norm(self.trunk((), tokens_BT, None)))

@@ -4,6 +4,7 @@ Every gather here has a gather as its gradient (the two are each other's inverse
 summed in an order that could vary.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,15 +32,24 @@ class Experts(Declared):
 
         self.gate, self.up, self.down = stack("gate", F, H, 1), stack("up", F, H, 1), stack("down", H, F, 2)
 
-    def forward(self, x_SH: Tensor, experts_SK: Tensor, weights_SK: Tensor) -> Tensor:
-        """Sum over each token's experts of weight * expert(x): [S, H]."""
+    def forward(
+        self,
+        x_SH: Tensor,
+        experts_SK: Tensor,
+        weights_SK: Tensor,
+        beside: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Sum over each token's experts of weight * expert(x), plus beside(x), computed while rows travel: [S, H]."""
         order_P = experts_SK.flatten().argsort(stable=True)  # pairs (token, choice), sorted by expert
         place_SK = order_P.argsort().view(experts_SK.shape)  # where each pair went
         sizes = torch.bincount(experts_SK.flatten(), minlength=self.count).tolist()
-        x_PH, sizes, back = self.seams.dispatched(_Send.apply(x_SH, order_P, place_SK), sizes)
+        arrive, sizes, back = self.seams.dispatched(_Send.apply(x_SH, order_P, place_SK), sizes)
+        shared_SH = beside(x_SH) if beside is not None else None
+        x_PH = arrive()
         inner_PF = swiglu(_Grouped.apply(x_PH, self.gate, sizes), _Grouped.apply(x_PH, self.up, sizes))
         y_SKH = _Return.apply(back(_Grouped.apply(inner_PF, self.down, sizes)), order_P, place_SK)
-        return (y_SKH * weights_SK[..., None]).sum(1).to(x_SH.dtype)
+        y_SH = (y_SKH * weights_SK[..., None]).sum(1).to(x_SH.dtype)
+        return y_SH if shared_SH is None else y_SH + shared_SH
 
 
 class _Send(torch.autograd.Function):

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from lanewise.config import DeepSeekModel
 from lanewise.models.linear import Linear
 from lanewise.models.norm import RMSNorm
-from lanewise.models.rotary import Angles, rotate
+from lanewise.models.rotary import Places, rotate
 from lanewise.models.seams import ALONE, Seams
 from lanewise.models.spec import Cut
 
@@ -36,20 +36,21 @@ class LatentAttention(nn.Module):
         self.kv_up = Linear(self.rank, heads * (self.plain + self.value), std, tp=Cut(0, heads))
         self.o = Linear(heads * self.value, hidden, std, tp=Cut(1, heads))
 
-    def forward(self, x_BTH: Tensor, angles: Angles) -> Tensor:
+    def forward(self, x_BTH: Tensor, places: Places) -> Tensor:
         """x and the output are of own tokens; the narrow latents of all tokens are what meets."""
         whole = self.seams.whole
         q_BTND = self.q_up(whole(self.q_norm(self.q_down(x_BTH)))).unflatten(-1, (-1, self.plain + self.turned))
         q_plain, q_turned = q_BTND.transpose(1, 2).split([self.plain, self.turned], dim=-1)
-        q_BNTD = torch.cat((q_plain, rotate(q_turned, angles, interleaved=True)), dim=-1)
+        q_BNTD = torch.cat((q_plain, rotate(q_turned, places.angles, interleaved=True)), dim=-1)
 
         latent, k_turned = self.kv_down(x_BTH).split([self.rank, self.turned], dim=-1)
         latent, k_turned = self.seams.whole_pair(self.kv_norm(latent), k_turned)
-        k_turned = rotate(k_turned[:, None], angles, interleaved=True).squeeze(1)
+        k_turned = rotate(k_turned[:, None], places.angles, interleaved=True).squeeze(1)
         latent, k_turned = self.seams.everywhere(latent, k_turned)
         kv_BTND = self.kv_up(latent).unflatten(-1, (-1, self.plain + self.value))
         k_plain, v_BNTC = kv_BTND.transpose(1, 2).split([self.plain, self.value], dim=-1)
         k_turned = k_turned[:, None]
         k_BNTD = torch.cat((k_plain, k_turned.expand(-1, k_plain.shape[1], -1, -1)), dim=-1)
 
-        return self.seams.joined(self.o(self.seams.attend(q_BNTD, k_BNTD, v_BNTC, self.scale).flatten(2)))
+        out_BTNC = self.seams.attend(q_BNTD, k_BNTD, v_BNTC, self.scale, places.starts_BT)
+        return self.seams.joined(self.o(out_BTNC.flatten(2)))

@@ -42,7 +42,6 @@ class MoE(nn.Module):
         counts_E = count(chosen, valid_BT, scores.shape[-1]).sum(0)
         balance = balance_loss(scores, valid_BT, chosen.shape[-1], self.seams.total)
         x_BTH, chosen, weights = (self.seams.whole(t) for t in (x_BTH, chosen, weights))
-        y_BTH = self.experts(x_BTH.flatten(0, 1), chosen.flatten(0, 1), weights.flatten(0, 1)).view_as(x_BTH)
-        if self.shared is not None:
-            y_BTH = y_BTH + self.shared(x_BTH)
+        flat = (t.flatten(0, 1) for t in (x_BTH, chosen, weights))
+        y_BTH = self.experts(*flat, beside=self.shared).view_as(x_BTH)
         return self.seams.joined(y_BTH), Routing(balance, counts_E)

@@ -15,7 +15,10 @@ from lanewise.config import RopeScaling
 
 
 class Angles(NamedTuple):
-    """How far each channel pair turns at each position: fp32, [T, width/2] each, amplitude included."""
+    """How far each channel pair turns at each position: fp32, [T, width/2] each, amplitude included.
+
+    Where positions differ by row, they are [B, 1, T, width/2], the same for all heads.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -23,6 +26,17 @@ class Angles(NamedTuple):
     def at(self, positions: Callable[[Tensor], Tensor]) -> "Angles":
         """Those of some positions."""
         return Angles(positions(self.cos), positions(self.sin))
+
+
+class Places(NamedTuple):
+    """Where tokens stand.
+
+    angles: of their positions in their documents. starts_BT: int64, on the CPU, the index in its row at which each
+    token's document starts; None: a row is one document.
+    """
+
+    angles: Angles
+    starts_BT: Tensor | None = None
 
 
 class Rotary:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lanewise.models.attention import causal_attention
-from lanewise.models.loss import cross_entropy_sum
+from lanewise.models.loss import Objective, cross_entropy_sum
 
 
 class Seams:
@@ -49,14 +49,17 @@ class Seams:
         last dim: keys and values, or what they come from."""
         return left, right
 
-    def attend(self, q_BNTD: Tensor, k_BGTD: Tensor, v_BGTC: Tensor, scale: float) -> Tensor:
-        """Causal attention of the share's queries over keys and values of all positions: [B, T, N, C]."""
-        return causal_attention(q_BNTD, k_BGTD, v_BGTC, scale)
+    def attend(self, q_BNTD: Tensor, k_BGTD: Tensor, v_BGTC: Tensor, scale: float, starts_BT: Tensor | None) -> Tensor:
+        """Causal attention of the share's queries over keys and values of all positions: [B, T, N, C]. starts_BT: the
+        position, among all, at which each query's document starts, in a share of rows of several."""
+        return causal_attention(q_BNTD, k_BGTD, v_BGTC, scale, starts_BT)
 
-    def dispatched(self, x_PH: Tensor, sizes: list[int]) -> tuple[Tensor, list[int], Callable[[Tensor], Tensor]]:
-        """From rows sorted by expert, `sizes[e]` for each of all experts, to the rows that this rank's experts get, how
-        many each, and the way back for what they make of them."""
-        return x_PH, sizes, lambda y_PH: y_PH
+    def dispatched(
+        self, x_PH: Tensor, sizes: list[int]
+    ) -> tuple[Callable[[], Tensor], list[int], Callable[[Tensor], Tensor]]:
+        """Sends rows sorted by expert, `sizes[e]` for each of all experts, to where their experts are. Yields what
+        waits for the rows that this rank's experts get, how many each, and the way back for what they make of them."""
+        return lambda: x_PH, sizes, lambda y_PH: y_PH
 
     def total(self, counts: Tensor) -> Tensor:
         """Integers summed over the ranks that have other tokens of the same sequences."""
@@ -66,9 +69,9 @@ class Seams:
         """The embeddings of own tokens: [B, T, H], from the share's tokens."""
         return F.embedding(tokens_BT, weight_VH)
 
-    def loss(self, x_BTH: Tensor, weight_VH: Tensor, labels_BT: Tensor) -> Tensor:
-        """Summed cross-entropy of the share, from own last hidden states."""
-        return cross_entropy_sum(x_BTH, weight_VH, labels_BT)
+    def loss(self, x_BTH: Tensor, weight_VH: Tensor, labels_BT: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
+        """Of the share, from own last hidden states: the sum to minimise, and that of cross-entropy alone."""
+        return cross_entropy_sum(x_BTH, weight_VH, labels_BT, objective)
 
 
 ALONE = Seams()

@@ -46,7 +46,7 @@ class Output(NamedTuple):
     """What a forward over one microbatch yields. Everything is a sum over tokens, so one division by the step's
     count of valid labels, after all sums, gives the mean.
 
-    loss_sum: fp32 scalar to differentiate: cross-entropy plus weighted auxiliary terms.
+    loss_sum: fp32 scalar to differentiate: the objective plus weighted auxiliary terms.
     nll_sum: fp32 scalar, detached: next-token cross-entropy alone, the loss that is displayed.
     expert_counts: int64 [L, E], tokens with a valid label that each layer sent to each expert (multi-token prediction
         blocks last); None for a dense model.

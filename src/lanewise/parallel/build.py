@@ -8,11 +8,15 @@ from lanewise.models.build import build
 from lanewise.models.deepseek import DeepSeek
 from lanewise.models.dense import Attention
 from lanewise.models.linear import TiedHead
+from lanewise.models.loss import Objective
 from lanewise.parallel.boxes import box, cut_axes
+from lanewise.parallel.fsdp import shard
 from lanewise.parallel.mesh import Mesh
 from lanewise.parallel.recompute import recompute
 from lanewise.parallel.spread import Spread
 from lanewise.parallel.stages import stages
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def build_part(run: Run, mesh: Mesh) -> LanguageModel:
@@ -22,9 +26,15 @@ def build_part(run: Run, mesh: Mesh) -> LanguageModel:
     """
     with torch.device("meta"):
         model = build(run.model)
+    model.objective = Objective(run.train.label_smoothing, run.train.z_loss)
     if mesh.size["pp"] > 1:
         _keep_stage(model, mesh, stages(run.model, mesh.size["pp"])[mesh.at["pp"]])
     _cut_parameters(model, mesh)
+    if run.layout.recompute != "none":
+        for block in model.blocks():
+            recompute(block, run.layout.recompute)
+    if mesh.size["fsdp"] > 1:
+        shard(model, mesh, PRECISIONS[run.train.precision], run.layout.offload)
     model.to_empty(device=mesh.world.device)
     for buffer in model.buffers():
         buffer.zero_()
@@ -33,9 +43,6 @@ def build_part(run: Run, mesh: Mesh) -> LanguageModel:
         for module in model.modules():
             if hasattr(module, "seams"):
                 module.seams = seams  # type: ignore[assignment]
-    if run.layout.recompute != "none":
-        for block in model.blocks():
-            recompute(block, run.layout.recompute)
     return model
 
 

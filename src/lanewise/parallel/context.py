@@ -26,11 +26,13 @@ class Context:
         stretches = gather(x_BTX, self.group, 1).chunk(2 * self.ranks, dim=1)
         return torch.cat((*stretches[0::2], *stretches[::-2]), dim=1)
 
-    def attend(self, q_BNTD: Tensor, k_BGTD: Tensor, v_BGTC: Tensor, scale: float) -> Tensor:
+    def attend(self, q_BNTD: Tensor, k_BGTD: Tensor, v_BGTC: Tensor, scale: float, starts_BT: Tensor | None) -> Tensor:
         """Causal attention of this rank's two stretches of queries over the keys and values of all positions."""
         stretch = k_BGTD.shape[2] // (2 * self.ranks)
+        numbers = (self.rank, 2 * self.ranks - 1 - self.rank)
+        starts = (None, None) if starts_BT is None else starts_BT.split(stretch, dim=1)
         parts = []
-        for q, number in zip(q_BNTD.split(stretch, dim=2), (self.rank, 2 * self.ranks - 1 - self.rank), strict=True):
+        for q, number, start_BT in zip(q_BNTD.split(stretch, dim=2), numbers, starts, strict=True):
             seen = (number + 1) * stretch
-            parts.append(causal_attention(q, k_BGTD[:, :, :seen], v_BGTC[:, :, :seen], scale))
+            parts.append(causal_attention(q, k_BGTD[:, :, :seen], v_BGTC[:, :, :seen], scale, start_BT))
         return torch.cat(parts, dim=1)

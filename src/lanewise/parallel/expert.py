@@ -4,7 +4,6 @@ No row is dropped and none is added: how many go where is told first, so any loa
 """
 
 from collections.abc import Callable
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -16,28 +15,54 @@ from lanewise.lanes import wire
 from lanewise.parallel.collectives import gathered
 
 
-class _AllToAll(torch.autograd.Function):
-    """Rows to and from each rank, as many as `sends` and `receives` say. The gradient takes the way back."""
+class _Trip:
+    """Rows under way to and from each rank, as many as `sends` and `receives` say. Gradients take the way back."""
+
+    def __init__(self, sends: list[int], receives: list[int], group: dist.ProcessGroup) -> None:
+        self.sends, self.receives, self.group = sends, receives, group
+
+    def start(self, x_PH: Tensor, sends: list[int], receives: list[int]) -> Tensor:
+        """Where the rows will be once `arrived` has returned."""
+        rank, peers = dist.get_rank(self.group), list(wire.others(dist.get_rank(self.group), len(sends)))
+        self.rows = x_PH.new_empty(sum(receives), *x_PH.shape[1:])
+        mine, theirs = x_PH.contiguous().split(sends), self.rows.split(receives)
+        theirs[rank].copy_(mine[rank])
+        out = [wire.Message(mine[peer], peer, 0) for peer in peers]
+        self.works = wire.exchange(out, [wire.Message(theirs[peer], peer, 0) for peer in peers], self.group)
+        return self.rows
+
+    def arrived(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        rows = self.rows
+        del self.rows, self.works
+        return rows
+
+
+class _Leave(torch.autograd.Function):
+    """The two ends of a trip. Autograd goes through what was computed last first: what lies between the two ends in the
+    forward lies between them in the backward, too, and is computed while the gradients travel."""
 
     @staticmethod
-    def forward(ctx: Any, x_PH: Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sends, ctx.receives, ctx.group = sends, receives, group
-        return _exchanged(x_PH, sends, receives, group)
+    def forward(ctx: Any, x_PH: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        return trip.start(x_PH, trip.sends, trip.receives)
 
     @staticmethod
-    def backward(ctx: Any, g_QH: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(g_QH, ctx.receives, ctx.sends, ctx.group), None, None, None
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.trip.arrived(), None
 
 
-def _exchanged(x_PH: Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup) -> Tensor:
-    rank, peers = dist.get_rank(group), list(wire.others(dist.get_rank(group), len(sends)))
-    y_QH = x_PH.new_empty(sum(receives), *x_PH.shape[1:])
-    mine, theirs = x_PH.contiguous().split(sends), y_QH.split(receives)
-    theirs[rank].copy_(mine[rank])
-    out = [wire.Message(mine[peer], peer, 0) for peer in peers]
-    for work in wire.exchange(out, [wire.Message(theirs[peer], peer, 0) for peer in peers], group):
-        work.wait()
-    return y_QH
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_QH: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        return trip.arrived().view_as(y_QH)
+
+    @staticmethod
+    def backward(ctx: Any, g_QH: Tensor) -> tuple[Tensor, None]:
+        ctx.trip.start(g_QH, ctx.trip.receives, ctx.trip.sends)
+        return g_QH, None  # what autograd hands to the other end, which takes what has arrived instead
 
 
 class _Permute(torch.autograd.Function):
@@ -56,7 +81,7 @@ class _Permute(torch.autograd.Function):
 
 def dispatched(
     x_PH: Tensor, sizes: list[int], group: dist.ProcessGroup
-) -> tuple[Tensor, list[int], Callable[[Tensor], Tensor]]:
+) -> tuple[Callable[[], Tensor], list[int], Callable[[Tensor], Tensor]]:
     """As `models.seams.Seams.dispatched`: the rows for this rank's experts, from all ranks of `group`, by expert."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     counts_RE = gathered(torch.tensor([sizes], device=x_PH.device), group, 0).tolist()
@@ -64,6 +89,8 @@ def dispatched(
     sends = [sum(sizes[a:b]) for a, b in pairwise(firsts)]
     mine = [counts_E[firsts[rank] : firsts[rank + 1]] for counts_E in counts_RE]
     receives = [sum(counts) for counts in mine]
+    trip = _Trip(sends, receives, group)
+    under_way = _Leave.apply(x_PH, trip)
 
     # Rows arrive by rank and, within that, by expert; they are wanted by expert and, within that, by rank.
     sizes_Q = [count for counts in mine for count in counts]
@@ -72,13 +99,14 @@ def dispatched(
     order = [range(starts[i], starts[i + 1]) for e in range(experts) for i in range(e, len(sizes_Q), experts)]
     order_Q = torch.tensor([row for rows in order for row in rows], dtype=torch.int64, device=x_PH.device)
     inverse_Q = order_Q.argsort()
-    x_QH = _Permute.apply(_AllToAll.apply(x_PH, sends, receives, group), order_Q, inverse_Q)
-    back = partial(_back, sends=sends, receives=receives, group=group, order_Q=order_Q, inverse_Q=inverse_Q)
-    return x_QH, [sum(column) for column in zip(*mine, strict=True)], back
 
+    def arrive() -> Tensor:
+        x_QH: Tensor = _Permute.apply(_Arrive.apply(under_way, trip), order_Q, inverse_Q)
+        return x_QH
 
-def _back(
-    y_QH: Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup, order_Q: Tensor, inverse_Q: Tensor
-) -> Tensor:
-    y_PH: Tensor = _AllToAll.apply(_Permute.apply(y_QH, inverse_Q, order_Q), receives, sends, group)
-    return y_PH
+    def back(y_QH: Tensor) -> Tensor:
+        home = _Trip(receives, sends, group)
+        y_PH: Tensor = _Arrive.apply(_Leave.apply(_Permute.apply(y_QH, inverse_Q, order_Q), home), home)
+        return y_PH
+
+    return arrive, [sum(column) for column in zip(*mine, strict=True)], back

@@ -12,7 +12,6 @@ from lanewise.lanes.assignment import lanes_of
 AXES = ("pp", "fsdp", "cp", "ep", "tp")  # outermost first: neighbours in the world share the innermost
 ROWS = ("fsdp", "ep")  # divide the rows of a microbatch
 WORK = ("fsdp", "cp", "ep")  # divide its tokens; the ranks of tp share theirs
-MISSING = ("fsdp",)  # not in this version
 
 
 @dataclass(frozen=True)
@@ -66,9 +65,8 @@ class Layout:
 
 def check(layout: Layout, run: Run, workers: int) -> None:
     """Raises UserError that names the first rule which the layout breaks for this model and batch on `workers`."""
-    for axis in MISSING:
-        if layout.degrees[axis] > 1:
-            raise UserError(f"layout {layout}: the axis {axis} is not in this version: leave it out")
+    if run.layout.offload and layout.fsdp == 1:
+        raise UserError("layout.offload: only what fsdp shards can be kept in host memory: add fsdpN to the layout")
     stretches = (2 * layout.cp if layout.cp > 1 else 1) * layout.tp
     if run.batch.sequence_length % stretches:
         raise UserError(

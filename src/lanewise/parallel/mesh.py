@@ -10,8 +10,8 @@ from lanewise.elastic.world import TIMEOUT, World
 from lanewise.parallel.layout import WORK, Layout
 
 # All groups there are. Every rank makes them in this order: torch's names for groups count those a rank has made.
-GROUPS = [("model", axes) for axes in (("tp",), ("cp",), ("ep",), ("cp", "tp"), ("pp",))] + [
-    ("exchange", tuple(axis for axis in ("replica", *WORK, "tp", *ends) if axis not in cut))
+GROUPS = [("model", axes) for axes in (("tp",), ("cp",), ("ep",), ("cp", "tp"), ("pp",), ("fsdp",))] + [
+    ("exchange", tuple(axis for axis in ("replica", "cp", "ep", "tp", *ends) if axis not in cut))  # fsdp cuts them all
     for cut in ((), ("tp",), ("ep",), ("ep", "tp"))
     for ends in ((), ("ends",))
 ]

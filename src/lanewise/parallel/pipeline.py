@@ -21,7 +21,8 @@ Schedule = ScheduleGPipe | Schedule1F1B
 
 
 class Microbatch(NamedTuple):
-    """lane, k: its slot; tokens, labels: [B, T]; valid: labels that count; key: of its dropout, or None."""
+    """lane, k: its slot; tokens, labels: [B, T]; valid: labels that count; key: of its dropout, or None; starts: of
+    the documents, where rows have several."""
 
     lane: int
     k: int
@@ -29,6 +30,7 @@ class Microbatch(NamedTuple):
     labels_BT: Tensor
     valid: int
     key: Tensor | None
+    starts_BT: Tensor | None = None
 
 
 Report = Callable[[Microbatch, Tensor, Tensor | None], None]
@@ -98,7 +100,7 @@ class _Layers(nn.Module):
 
     def forward(self, *states: Tensor, number: Tensor) -> Tensor | tuple[Tensor, ...]:
         microbatch = self.microbatches[int(number)]
-        made = self.model.part(states, microbatch.tokens_BT, microbatch.labels_BT, microbatch.key)
+        made = self.model.part(states, microbatch.tokens_BT, microbatch.labels_BT, microbatch.key, microbatch.starts_BT)
         if isinstance(made, Output):
             self.report(microbatch, made.nll_sum, made.expert_counts)
             return made.loss_sum

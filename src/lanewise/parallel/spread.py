@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lanewise.config import Batch
+from lanewise.models.loss import Objective, cross_entropy_sum
 from lanewise.models.seams import Seams
 from lanewise.parallel import expert, vocabulary
 from lanewise.parallel.collectives import gather, scatter_sum, total
@@ -25,7 +26,7 @@ class Spread(Seams):
         self.row, self.rows = mesh.position(ROWS)
         cp = mesh.group(("cp",))
         self.context = Context(cp, *mesh.position(("cp",))) if cp is not None else None
-        self.first_row = self.rank * vocabulary_size // self.ranks
+        self.words = None if self.tp is None else vocabulary.SharedWords(vocabulary_size, self.tp)
         places_BT = torch.arange(batch.size * batch.sequence_length, device=mesh.world.device)
         self.places_BT = self.own(self.share(places_BT.view(batch.size, -1)))
 
@@ -57,22 +58,22 @@ class Spread(Seams):
     def everywhere(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         return _side_by_side(self.context.everywhere, left, right) if self.context else (left, right)
 
-    def attend(self, q_BNTD: Tensor, k_BGTD: Tensor, v_BGTC: Tensor, scale: float) -> Tensor:
+    def attend(self, q_BNTD: Tensor, k_BGTD: Tensor, v_BGTC: Tensor, scale: float, starts_BT: Tensor | None) -> Tensor:
         attend = self.context.attend if self.context else super().attend
-        return attend(q_BNTD, k_BGTD, v_BGTC, scale)
+        return attend(q_BNTD, k_BGTD, v_BGTC, scale, starts_BT)
 
-    def dispatched(self, x_PH: Tensor, sizes: list[int]) -> tuple[Tensor, list[int], Callable[[Tensor], Tensor]]:
+    def dispatched(
+        self, x_PH: Tensor, sizes: list[int]
+    ) -> tuple[Callable[[], Tensor], list[int], Callable[[Tensor], Tensor]]:
         return super().dispatched(x_PH, sizes) if self.ep is None else expert.dispatched(x_PH, sizes, self.ep)
 
     def embedded(self, tokens_BT: Tensor, weight_VH: Tensor) -> Tensor:
-        if self.tp is None:
+        if self.words is None:
             return super().embedded(tokens_BT, weight_VH)
-        return self.joined(vocabulary.embedded_part(tokens_BT, weight_VH, self.first_row))
+        return self.joined(vocabulary.embedded_part(tokens_BT, weight_VH, self.words.first))
 
-    def loss(self, x_BTH: Tensor, weight_VH: Tensor, labels_BT: Tensor) -> Tensor:
-        if self.tp is None:
-            return super().loss(x_BTH, weight_VH, labels_BT)
-        return vocabulary.cross_entropy_sum(self.whole(x_BTH), weight_VH, labels_BT, self.first_row, self.tp)
+    def loss(self, x_BTH: Tensor, weight_VH: Tensor, labels_BT: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
+        return cross_entropy_sum(self.whole(x_BTH), weight_VH, labels_BT, objective, self.words)
 
 
 def _side_by_side(move: Callable[[Tensor], Tensor], left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,16 +13,18 @@ from torch import Tensor
 from lanewise.checkpoint.pieces import Entry
 from lanewise.config import Run
 from lanewise.data.dataset import Slot
-from lanewise.evaluation import evaluate
+from lanewise.evaluation import evaluate, inputs
 from lanewise.lanes.keys import slot_key
 from lanewise.models.build import build
 from lanewise.models.init import fill
+from lanewise.models.loss import Objective
 from lanewise.models.spec import IGNORE
 from lanewise.parallel.build import build_part
 from lanewise.parallel.mesh import Mesh
 from lanewise.replica import Replica, entries
 
 STEPS = 3
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -39,7 +41,7 @@ class Trace:
 
 class MadeUp:
     """Random slots that have what real data may have: ignored labels anywhere, a sequence with one valid label, one
-    with none, and unequal numbers of valid tokens."""
+    with none, unequal numbers of valid tokens, and in every other slot several documents in a row."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -54,7 +56,12 @@ class MadeUp:
             labels_BT[0] = IGNORE
         if lane == 0:
             labels_BT[-1, 1:] = IGNORE
-        return Slot(tokens_BT, labels_BT, [], int(np.count_nonzero(labels_BT != IGNORE)))
+        starts_BT = None
+        if (step + lane + k) % 2:
+            first_BT = random.random(shape) < 4 / batch.sequence_length
+            starts_BT = np.maximum.accumulate(first_BT * np.arange(batch.sequence_length), axis=1)
+            labels_BT[:, :-1][first_BT[:, 1:]] = IGNORE
+        return Slot(tokens_BT, labels_BT, [], int(np.count_nonzero(labels_BT != IGNORE)), starts_BT)
 
     def held(self, i: int) -> Slot:
         return self.slot(0, i, 0)
@@ -108,6 +115,7 @@ def assembled(held: Any, mesh: Mesh) -> dict[str, Tensor]:
 def reference(run: Run, data: MadeUp) -> Trace:
     """The same steps by one process without lanes, buckets or mesh: one gradient, torch.optim.AdamW, fp32."""
     model = build(run.model)
+    model.objective = Objective(run.train.label_smoothing, run.train.z_loss)
     fill(model, run.train.seed)
     kinds = {spec.name: spec.kind for spec in model.table()}
     named = dict(model.named_parameters())
@@ -124,7 +132,7 @@ def reference(run: Run, data: MadeUp) -> Trace:
         nll, tokens, counts = 0.0, 0, None
         model.train()
         for slot, key in _slots(run, data, step):
-            output = model(torch.from_numpy(slot.tokens_BT), torch.from_numpy(slot.labels_BT), key)
+            output = model(key=key, **inputs(slot, CPU))
             output.loss_sum.backward()
             nll += output.nll_sum.double().item()
             tokens += slot.valid
@@ -152,7 +160,7 @@ def reference(run: Run, data: MadeUp) -> Trace:
     model.eval()
     with torch.no_grad():
         held = [data.held(i) for i in range(3)]
-        losses = [model(torch.from_numpy(s.tokens_BT), torch.from_numpy(s.labels_BT)).nll_sum.item() for s in held]
+        losses = [model(**inputs(slot, CPU)).nll_sum.item() for slot in held]
     found.held_out = sum(losses) / sum(s.valid for s in held)
     return found
 
