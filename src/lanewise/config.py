@@ -191,7 +191,10 @@ class Data(Section):
     check: bool = free(True, "compare each record batch of a shard with its hash when it is first read")
     record_samples: bool = free(False, "write samples.jsonl: which samples each slot read")
     record_losses: bool = free(False, "write losses.jsonl: the summed loss of each slot with its samples")
-    cache: str = free("~/.cache/lanewise", "folder for tokenizers and token files")
+    cache: str = free("~/.cache/lanewise", "folder for tokenizers, token files and copies of remote files")
+    cache_limit_gb: float = free(50.0, "copies of remote files take at most this much, in GB (10^9)", gt=0)
+    cache_free_gb: float = free(5.0, "disk space copies of remote files leave free, in GB", ge=0)
+    store_timeout: float = free(120.0, "seconds a store or broker may stay away before the run gives up", gt=0)
 
     @model_validator(mode="after")
     def _mixture(self) -> "Data":

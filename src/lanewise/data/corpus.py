@@ -16,6 +16,7 @@ from lanewise import config
 from lanewise.data import packing, store, tokenizer
 from lanewise.data.formats import megatron
 from lanewise.data.shards import ShardSet, is_shard_set
+from lanewise.data.stores import configure
 from lanewise.data.windows import Documents, Stream, Tokens, Windows
 from lanewise.errors import UserError
 
@@ -69,6 +70,7 @@ def write(folder: Path, meta: dict[str, Any], words: tokenizer.Tokenizer) -> Non
 
 def open_parts(folder: Path, data: config.Data) -> list[Corpus]:
     """The parts of a prepared folder. Raises UserError if one is not what it was when it was prepared."""
+    configure(data)
     meta = store.read_meta(folder)
     if "parts" not in meta:
         return [Corpus("", str(folder), _token_folder(folder), folder)]

@@ -19,7 +19,7 @@ from lanewise.data import corpus, store
 from lanewise.data.mixture import Mixture
 from lanewise.data.order import Order
 from lanewise.data.packing import Packed
-from lanewise.data.shards import Damage
+from lanewise.data.shards import Damage, is_far
 from lanewise.data.windows import IGNORED, Windows
 from lanewise.errors import UserError
 
@@ -63,7 +63,7 @@ class Dataset:
         self.vocab_size: int = self.meta["vocab_size"]
         self.data, self.batch, self.seed, self.epochs = data, batch, seed, epochs
         parts = corpus.open_parts(folder, data)
-        self.is_far = any("://" in part.place for part in parts)
+        self.is_far = any(is_far(part.place) for part in parts)
         if epochs and len(parts) > 1:
             raise UserError("train.epochs: a mixture has no epochs: set train.steps, or data.exhausted=stop")
         shape = data.pack, batch.sequence_length, self.meta["end_of_text"]

@@ -26,6 +26,7 @@ from lanewise import config
 from lanewise.data import build, corpus, sources, store, tokenizer
 from lanewise.data.encode import policy, trains
 from lanewise.data.shards import ShardSet, is_shard_set
+from lanewise.data.stores import configure
 from lanewise.errors import UserError
 
 DAY = 86_400  # seconds
@@ -37,6 +38,7 @@ def prepare(data: config.Data, progress: Callable[[str], None] = lambda message:
     Safe to call from several processes and hosts at once. Raises UserError on anything wrong with the source, the
     tokenizer or the room in the cache.
     """
+    configure(data)
     if data.mix or corpus.holds_tokens(data.source):
         return _mixture(data, progress)
     if data.dedup != "none":

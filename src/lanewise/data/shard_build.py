@@ -30,11 +30,15 @@ from lanewise.data.encode import Encoding, Extract, trains
 from lanewise.data.processes import leave_with_parent
 from lanewise.data.shard_writer import INDEX, ShardWriter
 from lanewise.data.shards import FORMAT, MANIFEST, PER_TASK, ShardSet, shard_name
-from lanewise.data.stores import Store, open_store
+from lanewise.data.stores import Store, configure, open_store
 from lanewise.errors import UserError
 
 TASK = 64 * 2**20  # bytes of sources in a task
 PLAN = "build.json"
+DEFINING = {
+    *("text_field", "tokenizer", "vocab_size", "learn", "chat_template", "errors"),
+    *("min_chars", "filter", "dedup", "held_out"),
+}  # settings that say what a set holds
 
 Say = Callable[[str], None]
 
@@ -47,6 +51,7 @@ def build_shards(names: Sequence[str], data: config.Data, out: str, workers: int
     files = [file for name in names for file in sources.find(name)]
     if any(file.path.suffix == ".arrow" and (file.path.parent / MANIFEST).exists() for file in files):
         raise UserError("these are shards already: train on them with data.source")
+    configure(data)
     target = open_store(out)
     plan = _plan(files, data)
     if MANIFEST in target.list(MANIFEST):
@@ -70,8 +75,7 @@ def build_shards(names: Sequence[str], data: config.Data, out: str, workers: int
 def _plan(files: list[sources.File], data: config.Data) -> str:
     """Equal for equal sources and settings: a build goes on only with its own."""
     template = Path(data.chat_template).expanduser()
-    free = {"source", "mix", "cache", "workers", "check", "credit_mb", "record_samples", "record_losses", "exhausted"}
-    settings = data.model_dump(exclude=free | {"pack", "shuffle", "shuffle_block", "shuffle_blocks", "transform"})
+    settings = data.model_dump(include=DEFINING)
     chat = template.read_text(encoding="utf-8") if data.chat_template and template.is_file() else ""
     words = [] if trains(data) else [store.digest(file.path) for file in tokenizer.files(data.tokenizer)]
     entries = [(file.name, file.size, file.times[0]) for file in files]
@@ -180,6 +184,7 @@ def _begin(data: config.Data, words: tuple[str, str, str, str], out: str) -> Non
     global _encoding, _out  # noqa: PLW0603 - what a process of the pool is
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core
     leave_with_parent()
+    configure(data)
     raw, *rest = words
     _encoding = Encoding(data, tokenizer.Tokenizer(tokenizer.tokenizers.Tokenizer.from_str(raw), *rest))
     _out = open_store(out)

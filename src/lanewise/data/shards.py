@@ -33,7 +33,7 @@ MANIFEST = "manifest.json"
 
 
 FETCHERS = 2  # shards fetched from a store at once
-MOST_MAPPED = 1024  # record batches; the maps themselves cost address space, nothing else
+MOST_MAPPED = 1024  # record batches; a map costs address space, and holds what a cache deleted on the disk
 PER_TASK = 1000  # most shards a task of a build writes
 
 
@@ -113,8 +113,8 @@ class ShardTokens:
         self.documents = int(self.first_document[-1])
         self.dtype = np.dtype(shards.manifest["dtype"])
         self.checked: set[int] = set()
-        self.is_remote = "://" in shards.address
-        self._mapped = lru_cache(MOST_MAPPED)(self._map)
+        self.is_remote = is_far(shards.address)
+        self._mapped = lru_cache(64 if self.is_remote else MOST_MAPPED)(self._map)
         self.fetching: dict[str, Future[None]] = {}
 
     def __len__(self) -> int:
@@ -210,6 +210,11 @@ class ShardTokens:
 @cache
 def _fetchers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(FETCHERS, "fetch-shards")
+
+
+def is_far(address: str) -> bool:
+    """Whether what is at this address has to be fetched."""
+    return "://" in address and not address.startswith("file://")
 
 
 def is_shard_set(address: str) -> bool:

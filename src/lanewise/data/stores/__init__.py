@@ -1,13 +1,8 @@
-"""Folders on some store, by their address."""
+"""Where data lives: a folder on a local disk, S3 (also Ceph through its gateway) or HDFS, all used in one way."""
 
-from lanewise.data.stores.local import LocalStore
-from lanewise.errors import UserError
+from lanewise.data.stores.base import Store
+from lanewise.data.stores.cache import Cache
+from lanewise.data.stores.open import configure, open_store
+from lanewise.data.stores.retry import StoreAway
 
-Store = LocalStore
-
-
-def open_store(address: str) -> Store:
-    """The folder at `address`. Raises UserError for a kind of store there is no reader for."""
-    if "://" in address:
-        raise UserError(f"{address}: no store of this kind; give a local path")
-    return LocalStore(address)
+__all__ = ["Cache", "Store", "StoreAway", "configure", "open_store"]

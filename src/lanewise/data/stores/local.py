@@ -1,52 +1,47 @@
-"""A folder on this machine."""
+"""A folder of this machine: the files themselves, never a copy."""
 
 import os
 import shutil
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lanewise.data.stores.atomic import MARK, replacing
+from lanewise.data.stores.base import Store, checked
 
-class LocalStore:
-    """Names are relative to the folder, with forward slashes."""
 
-    def __init__(self, address: str) -> None:
-        self.folder = Path(address).expanduser()
-        self.identity = str(self.folder)
+class LocalStore(Store):
+    def __init__(self, folder: Path):
+        self.folder = Path(os.path.realpath(folder))
+        self.identity = f"file://{self.folder}"
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        with open(self.folder / name, "rb") as file:
+        with open(self._path(name), "rb") as file:
             file.seek(start)
-            return file.read(stop - start)
+            return file.read(max(0, stop - start))
 
     def size(self, name: str) -> int:
-        return (self.folder / name).stat().st_size
+        return self._path(name).stat().st_size
 
     def list(self, prefix: str = "") -> list[str]:
-        found = (path for path in self.folder.rglob("*") if path.is_file())
-        names = (path.relative_to(self.folder).as_posix() for path in found)
+        names = []
+        for folder, _, files in os.walk(self.folder / prefix.rpartition("/")[0]):
+            below = Path(folder).relative_to(self.folder)
+            names += [(below / file).as_posix() for file in files if not file.endswith(MARK)]
         return sorted(name for name in names if name.startswith(prefix))
 
     def write(self, name: str, data: bytes | Path) -> None:
-        """Whole or not there."""
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f".{uuid.uuid4().hex}")
-        try:
-            if isinstance(data, Path):
-                shutil.copyfile(data, new)
-            else:
-                new.write_bytes(data)
-            with open(new, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(new, path)
-        finally:
-            new.unlink(missing_ok=True)
+        with replacing(self._path(name)) as part:
+            part.write_bytes(data) if isinstance(data, bytes) else shutil.copyfile(data, part)
 
     @contextmanager
     def local(self, name: str) -> Iterator[Path]:
-        yield self.folder / name
+        path = self._path(name)
+        path.stat()  # not there: said now, and as by any store
+        yield path
 
     def admit(self, largest: int) -> None:
-        pass
+        """Everything fits where it is."""
+
+    def _path(self, name: str) -> Path:
+        return self.folder / checked(name, self)
