@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import pytest
 
 from lanewise import config
 from lanewise.cli.main import main
-from lanewise.data import shard_build, shard_writer
+from lanewise.data import shard_build, shard_writer, shards
 from lanewise.data.dataset import Dataset
 from lanewise.data.prepare import prepare
 from lanewise.data.shard_build import build_shards
@@ -127,6 +128,32 @@ def test_training_reads_what_it_reads_from_the_same_text(source, small, tmp_path
         assert a.samples == b.samples
         assert np.array_equal(a.tokens_BT, b.tokens_BT)
         assert np.array_equal(a.labels_BT, b.labels_BT)
+
+
+def test_from_afar_stretches_are_read_until_the_shard_is_here(source, small, tmp_path, monkeypatch):
+    near = make(source, tmp_path / "set").side("train")
+    monkeypatch.setattr(shards, "is_far", lambda address: True)
+    arrived, opened, ranged = threading.Event(), ShardSet.opened, []
+
+    def slowly(self, name):
+        if name.startswith("train-0"):
+            arrived.wait(20)
+        return opened(self, name)
+
+    monkeypatch.setattr(ShardSet, "opened", slowly)
+    far = ShardSet(tmp_path / "set").side("train")
+    read = far.set.store.read
+    monkeypatch.setattr(far.set.store, "read", lambda *place: ranged.append(place) or read(*place))
+    places = [(a, min(a + 700, near.total)) for a in range(0, near.total, 997)]
+    assert all(np.array_equal(far.read(*place), near.read(*place)) for place in places)
+    assert len(ranged) >= len(places)
+    assert sum(stop - start for _, start, stop in ranged) == 2 * sum(b - a for a, b in places), "no byte too many"
+    arrived.set()
+    for fetched in far.fetching.values():
+        fetched.result(timeout=20)
+    ranged.clear()
+    assert all(np.array_equal(far.read(*place), near.read(*place)) for place in places)
+    assert ranged == []
 
 
 def test_D8_one_shard_feeds_every_lane(source, tmp_path, small, monkeypatch):

@@ -15,13 +15,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import xxhash
+from tokenizers import Tokenizer
 
 from lanewise import config
 from lanewise.data import build, formats, sources, store, tokenizer
@@ -62,9 +63,9 @@ def build_shards(names: Sequence[str], data: config.Data, out: str, workers: int
         return shards.manifest
     words = _tokenizer(files, data, target, plan, out, say)
     tasks = list(_tasks(files))
-    build_ = _Build(data, words.inner.to_str(), words, out, tasks, say)
+    Encoding(data, words)  # refuses what is wrong with the settings here rather than in each process
     try:
-        rows = build_.run(workers)
+        rows = _Build(data, words, out, tasks, say).run(workers)
     except BrokenProcessPool:
         raise UserError(
             "a worker of the build was killed (out of memory?): start it again to go on, perhaps with fewer --workers"
@@ -127,10 +128,10 @@ class _Build:
     """The tasks, and what each process needs to do one."""
 
     def __init__(
-        self, data: config.Data, raw: str, words: tokenizer.Tokenizer, out: str, tasks: list[list[Extract]], say: Say
+        self, data: config.Data, words: tokenizer.Tokenizer, out: str, tasks: list[list[Extract]], say: Say
     ) -> None:
         self.data, self.out, self.tasks, self.say = data, out, tasks, say
-        self.setup = (data, (raw, words.end_text, words.begin_text, words.chat_template), out)
+        self.setup = (data, (words.inner.to_str(), words.end_text, words.begin_text, words.chat_template), out)
 
     def run(self, workers: int) -> list[dict[str, Any]]:
         """The results of all tasks, in order."""
@@ -186,7 +187,7 @@ def _begin(data: config.Data, words: tuple[str, str, str, str], out: str) -> Non
     leave_with_parent()
     configure(data)
     raw, *rest = words
-    _encoding = Encoding(data, tokenizer.Tokenizer(tokenizer.tokenizers.Tokenizer.from_str(raw), *rest))
+    _encoding = Encoding(data, tokenizer.Tokenizer(Tokenizer.from_str(raw), *rest))
     _out = open_store(out)
 
 
@@ -201,15 +202,13 @@ def _work(number: int, task: list[Extract], drop: frozenset[int]) -> int:
         writers: dict[store.Side, ShardWriter] = {}
         pieces = _encoding(task, counts, drop)
         for _, parts in groupby(pieces, key=lambda piece: piece.document):
-            whole = list(parts)
-            first = whole[0]
-            learned = b"".join(piece.learned for piece in whole if piece.learned is not None)
+            first = next(parts)
             if first.side not in writers:
+                is_chat = first.learned is not None
                 writers[first.side] = ShardWriter(
-                    _out, Path(scratch), first.side, number, _encoding.dtype, _encoding.words.end, bool(learned)
+                    _out, Path(scratch), first.side, number, _encoding.dtype, _encoding.words.end, is_chat
                 )
-            tokens = b"".join(piece.tokens for piece in whole)
-            writers[first.side].add(first.id, first.file, tokens, learned or None)
+            writers[first.side].add(first.id, first.file, chain([first], parts))  # noqa: B031 - in their order
         result = {side: writer.close() for side, writer in writers.items()}
     _out.write(f"task-{number:05}.json", json.dumps({"sides": result, "counts": counts}).encode())
     return sum(row[2] for side in result.values() for row in side["index"])

@@ -1,14 +1,14 @@
 """Writing shards: documents in, Arrow IPC files and their index rows out."""
 
-import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
+from lanewise.data.encode import Piece
 from lanewise.data.shards import PER_TASK, batch_hash, shard_name
 from lanewise.data.store import Side, sync
 from lanewise.data.stores import Store
@@ -16,7 +16,7 @@ from lanewise.errors import UserError
 
 BATCH = 4 * 2**20  # bytes of token ids in a record batch
 SHARD = 64 * 2**20  # and in a shard
-ROW = 2**22  # tokens of a row: a longer document becomes several
+ROW = 2**22  # tokens after which a row ends: a longer document becomes several
 
 
 class Batch(NamedTuple):
@@ -34,7 +34,7 @@ INDEX = pa.schema([pa.field(name, pa.int64()) for name in Batch._fields])
 
 
 class ShardWriter:
-    """The shards of one side that one task writes. Memory: one record batch. Used as a context: `close` at the end."""
+    """The shards of one side that one task writes. Memory: one record batch."""
 
     def __init__(self, store: Store, scratch: Path, side: Side, task: int, dtype: np.dtype, end: int, learned: bool):
         self.store, self.scratch, self.side, self.task = store, scratch, side, task
@@ -53,23 +53,31 @@ class ShardWriter:
         self.flags: list[np.ndarray] = []
         self.held = 0
 
-    def add(self, id: str, source: str, tokens: bytes, learned: bytes | None) -> None:
-        """A document. Its end-of-text token is added here."""
-        ids = np.concatenate([np.frombuffer(tokens, self.dtype), self.end])
-        flags = np.ones(len(ids), np.bool_)
-        if (learned is not None) != self.learns:
-            raise UserError(f"{id}: some documents are chats and some are not: build a set of each, and mix them")
-        if learned is not None:
-            flags[:-1] = np.frombuffer(learned, np.bool_)
-        for first in range(0, len(ids), ROW):
-            self.ids.append(id if first == 0 else f"{id}#{first // ROW}")
-            self.sources.append(source)
-            self.tokens.append(ids[first : first + ROW])
-            self.flags.append(flags[first : first + ROW])
-            self.sizes.append(len(self.tokens[-1]))
-            self.held += self.tokens[-1].nbytes
-            if self.held >= BATCH:
-                self._write_batch()
+    def add(self, id: str, source: str, pieces: Iterable[Piece]) -> None:
+        """A document, piece by piece: memory does not grow with it. Its end-of-text token is added here."""
+        rows, tokens, flags = 0, [np.empty(0, self.dtype)], [np.empty(0, np.bool_)]
+        for piece in pieces:
+            if (piece.learned is not None) != self.learns:
+                raise UserError(f"{id}: some documents are chats and some are not: build a set of each, and mix them")
+            tokens.append(np.frombuffer(piece.tokens, self.dtype))
+            flags.append(
+                np.frombuffer(piece.learned, np.bool_) if piece.learned else np.ones(len(tokens[-1]), np.bool_)
+            )
+            if sum(map(len, tokens)) >= ROW:
+                self._add_row(f"{id}#{rows}" if rows else id, source, np.concatenate(tokens), np.concatenate(flags))
+                rows, tokens, flags = rows + 1, [], []
+        last = np.concatenate([*tokens, self.end]), np.concatenate([*flags, np.ones(1, np.bool_)])
+        self._add_row(f"{id}#{rows}" if rows else id, source, *last)
+
+    def _add_row(self, id: str, source: str, tokens: np.ndarray, flags: np.ndarray) -> None:
+        self.ids.append(id)
+        self.sources.append(source)
+        self.tokens.append(tokens)
+        self.flags.append(flags)
+        self.sizes.append(len(tokens))
+        self.held += tokens.nbytes
+        if self.held >= BATCH:
+            self._write_batch()
 
     def _write_batch(self) -> None:
         if not self.sizes:
@@ -113,11 +121,6 @@ class ShardWriter:
         self._write_batch()
         self._close_shard()
         return {"index": [list(row) for row in self.index], "lengths": self.lengths}
-
-    def discard(self) -> None:
-        if self.file is not None:
-            self.file.close()
-            os.unlink(self.path)
 
 
 def index_of(path: Path, shard: int) -> Iterator[Batch]:

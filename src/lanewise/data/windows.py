@@ -64,8 +64,7 @@ class Windows:
         token of a document is nothing but a label, so no prediction crosses to the next one.
         """
         shape = len(numbers), self.length
-        tokens_BT = np.full(shape, self.filler, np.int64)
-        labels_BT = np.full(shape, IGNORED, np.int64)
+        tokens_BT, labels_BT = np.empty(shape, np.int64), np.empty(shape, np.int64)
         starts_BT = np.zeros(shape, np.int64) if self.is_packed else None
         for b, number in enumerate(numbers):
             at = 0
@@ -79,6 +78,8 @@ class Windows:
                 if starts_BT is not None:
                     starts_BT[b, at:after] = at
                 at = after
+            tokens_BT[b, at:] = self.filler
+            labels_BT[b, at:] = IGNORED
             if starts_BT is not None:
                 starts_BT[b, at:] = min(at, self.length - 1)
         return Rows(tokens_BT, labels_BT, starts_BT)
