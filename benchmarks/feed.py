@@ -271,7 +271,7 @@ def build(folder: Path) -> None:
     files = sources.find("python")
     text = [file.path.read_text(encoding="utf-8", errors="replace") for file in files]
     with open(folder / "corpus.jsonl", "w", encoding="utf-8") as out:
-        for _ in range(8):
+        for _ in range(2):
             for document in text:
                 out.write(json.dumps({"text": document}) + "\n")
     data = config.Data(source=str(folder / "corpus.jsonl"), vocab_size=8192)
@@ -280,10 +280,10 @@ def build(folder: Path) -> None:
     (folder / "words").mkdir()
     words.save(str(folder / "words" / "tokenizer.json"))
     cores = len(os.sched_getaffinity(0))
-    megabytes = sum(len(document.encode()) for document in text) * 8 / 1e6
+    megabytes = sum(len(document.encode()) for document in text) * 2 / 1e6
     began = time.perf_counter()
     with multiprocessing.get_context("spawn").Pool(cores, _load, (str(folder / "words"),)) as pool:
-        pool.map(_encode, [text[i::16] for i in range(16)] * 8, chunksize=1)
+        pool.map(_encode, [text[i::8] for i in range(8)] * 2, chunksize=1)
         bare = megabytes / (time.perf_counter() - began)
     began = time.perf_counter()
     data = data.model_copy(update={"tokenizer": str(folder / "words")})

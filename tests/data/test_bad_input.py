@@ -90,7 +90,7 @@ def shard_set(tmp_path, settings):
             (tmp_path / f"{i}.jsonl").write_text(json.dumps({"text": f"row {i} " * 40}) + "\n")
             names.append(str(tmp_path / f"{i}.jsonl"))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(shard_build, "TASK", 1)
+            patch.setattr(shard_build, "TASK", 4000)  # a file each
             build_shards(names, settings("", held_out=0), str(out), 1, lambda text: None)
         return out
 

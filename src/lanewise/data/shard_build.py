@@ -34,7 +34,8 @@ from lanewise.data.shards import FORMAT, MANIFEST, PER_TASK, ShardSet, shard_nam
 from lanewise.data.stores import Store, configure, open_store
 from lanewise.errors import UserError
 
-TASK = 64 * 2**20  # bytes of sources in a task
+TASK = 64 * 2**20  # bytes of sources in a task, at most; of small sources less, so that there is work for all cores
+TASKS = 256
 PLAN = "build.json"
 DEFINING = {
     *("text_field", "tokenizer", "vocab_size", "learn", "chat_template", "errors"),
@@ -105,14 +106,15 @@ def _tokenizer(
 
 
 def _tasks(files: list[sources.File]) -> Iterator[list[Extract]]:
-    """Files in order, large ones in parts where their format allows it, about TASK bytes each."""
+    """Files in order, large ones in parts where their format allows it."""
+    most = min(TASK, max(TASK // 16, sum(file.size for file in files) // TASKS))
     task: list[Extract] = []
     size = 0
     for file in files:
-        parts = formats.parts(file.path, file.name, TASK) if file.size > TASK else [None]
+        parts = formats.parts(file.path, file.name, most) if file.size > most else [None]
         for part in parts:
             share = file.size // len(parts) + 4096  # a file takes time itself
-            if task and size + share > TASK:
+            if task and size + share > most:
                 yield task
                 task, size = [], 0
             task.append((file, part))
