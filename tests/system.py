@@ -95,7 +95,7 @@ def hashes(path: Path) -> dict[str, Any]:
 
 def bits(out: Path) -> dict[str, Any]:
     """Everything that must not depend on the layout, to the last bit: what each step printed and read, and `hashes`."""
-    timed = ("time", "tokens_per_s")
+    timed = ("time", "tokens_per_s", "data_wait_share")
     metrics = [{k: v for k, v in r.items() if k not in timed and not k.endswith("_s")} for r in records(out)]
     assert [r["step"] for r in metrics] == list(range(1, len(metrics) + 1)), "one line a step, in order"
     samples = records(out, "samples") if (out / "samples.jsonl").exists() else None

@@ -145,22 +145,72 @@ def presets() -> dict[str, dict[str, Any]]:
 # ----------------------------------------------------------------------------------------------------------- data
 
 
+class Source(Section):
+    """One of the sources of a mixture."""
+
+    source: str = Field(description="as data.source")
+    weight: float = Field(1.0, description="its share of the sequences, to scale with the others", gt=0)
+    name: str = Field("", description="what samples and order know it by; empty: the last part of its address")
+
+
 class Data(Section):
-    source: str = free("python", "'python' (this interpreter's library), a file, folder or glob; its content counts")
-    text_field: str = Field("text", description="column that holds the text (JSONL, Parquet)")
-    tokenizer: str = Field("bpe", description="'bpe' trains one on the data, 'bytes', or a tokenizer.json to use")
-    vocab_size: int = Field(4096, description="entries of a trained BPE tokenizer", ge=257)
+    source: str = free(
+        "python", "'python' (this interpreter's library), a file, folder, glob or shard set; its content counts"
+    )
+    mix: tuple[Source, ...] = free(
+        (), "[{source=..., weight=0.7}, ...]: a mixture instead of `source`; a change goes on from where the run is"
+    )
+    exhausted: Literal["repeat", "stop"] = Field(
+        "repeat", description="a source that was read through: starts again in another order, or ends the run"
+    )
+    text_field: str = Field("text", description="column that holds the text, the token ids, or the turns of a chat")
+    tokenizer: str = Field(
+        "bpe", description="'bpe' trains one on the data, 'bytes', a tokenizer.json to use, 'ids': the data are ids"
+    )
+    vocab_size: int = Field(4096, description="entries of a trained BPE tokenizer, or ids there are", ge=257)
+    chat_template: str = Field("", description="file with a template for chats; empty: the tokenizer's own")
+    learn: tuple[str, ...] = Field(("assistant",), description="roles whose turns in chats are predicted")
     errors: Literal["error", "replace", "skip"] = Field("error", description="what to do with text that is not UTF-8")
+    min_chars: int = Field(0, description="shorter documents are left out", ge=0)
+    filter: str = Field("", description="'module:function' of a text (its first 256 KB): whether to keep the document")
+    dedup: Literal["none", "exact", "near"] = Field(
+        "none", description="`data build` leaves out documents that equal an earlier one, or nearly so (MinHash)"
+    )
     held_out: float = Field(0.01, description="share of documents kept for validation", ge=0, lt=1)
-    pack: Literal["stream", "document"] = Field(
-        "stream", description="stream: windows over the joined text; document: windows never cross documents, padded"
+    pack: Literal["stream", "document", "first-fit", "best-fit"] = Field(
+        "stream",
+        description="stream: windows over the joined text; document: windows never cross documents, padded; "
+        "first-fit, best-fit: several whole documents in a sequence, none sees another",
     )
     shuffle: bool = Field(True, description="visit windows in a keyed order that differs per epoch")
+    shuffle_block: int = Field(4096, description="windows read near each other: a block", ge=1)
+    shuffle_blocks: int = Field(64, description="blocks, from anywhere in a source, whose windows are mixed", ge=1)
+    transform: str = Field("", description="'module:function' of (tokens, labels, key), applied to each microbatch")
+    workers: int = free(1, "processes per rank for `transform`", ge=1)
+    credit_mb: float = free(64.0, "memory for microbatches read ahead, per stage and rank, in MB (2^20); 0: none", ge=0)
+    check: bool = free(True, "compare each record batch of a shard with its hash when it is first read")
     record_samples: bool = free(False, "write samples.jsonl: which samples each slot read")
+    record_losses: bool = free(False, "write losses.jsonl: the summed loss of each slot with its samples")
     cache: str = free("~/.cache/lanewise", "folder for tokenizers, token files and copies of remote files")
     cache_limit_gb: float = free(50.0, "copies of remote files take at most this much, in GB (10^9)", gt=0)
     cache_free_gb: float = free(5.0, "disk space copies of remote files leave free, in GB", ge=0)
     store_timeout: float = free(120.0, "seconds a store or broker may stay away before the run gives up", gt=0)
+
+    @model_validator(mode="after")
+    def _mixture(self) -> "Data":
+        names = [name for name, _, _ in self.parts]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"two sources of the mix are called {min(twice)!r}: give each a name")
+        return self
+
+    @property
+    def parts(self) -> list[tuple[str, str, float]]:
+        """(name, source, weight) of each source; one alone needs no name."""
+        if not self.mix:
+            return [("", self.source, 1.0)]
+        return [
+            (part.name or part.source.rstrip("/").rpartition("/")[2], part.source, part.weight) for part in self.mix
+        ]
 
 
 class Batch(Section):
@@ -385,7 +435,9 @@ def _fields_of(loc: tuple[Any, ...], prefix: str) -> list[str]:
             section = families[part]
         elif part == "rope_scaling":
             section = RopeScaling
-        elif part != "model":
+        elif part == "mix":
+            section = Source
+        elif part != "model" and not isinstance(part, int):
             section = Run.model_fields[part].annotation
     if prefix == "model" and section is Run:
         section = next((families[p] for p in loc if p in families), DeepSeekModel)

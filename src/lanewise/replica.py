@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lanewise.checkpoint.pieces import Entry, State
@@ -48,6 +49,9 @@ class Replica:
         numels = {spec.name: boxes.numels(spec, mesh.size) for spec in table}
         self.voter = Voter(self.buckets, numels, mesh.world.group)
         self.pipeline = Pipeline(stages, mesh, run, self.reducer, dtype) if mesh.size["pp"] > 1 else None
+        shape = run.batch.lanes, run.batch.microbatches, mesh.parts
+        losses = torch.zeros(shape, dtype=torch.float64, device=mesh.world.device)
+        self.slot_losses = losses if run.data.record_losses else None
         self._initialise(run.train.seed)
         if run.train.compile:
             for module in self.model.blocks():
@@ -76,7 +80,11 @@ class Replica:
 
         def report(microbatch: Microbatch, nll_sum: Tensor, counts: Tensor | None) -> None:
             ballot.add(microbatch.lane, nll_sum, microbatch.valid, counts)
+            if self.slot_losses is not None and self.mesh.part is not None:
+                self.slot_losses[microbatch.lane, microbatch.k, self.mesh.part] += nll_sum.detach().double()
 
+        if self.slot_losses is not None:
+            self.slot_losses.zero_()
         self.model.train()
         if self.pipeline is not None:
             enter("forward")
@@ -92,6 +100,13 @@ class Replica:
             report(microbatch, output.nll_sum, output.expert_counts)
             enter("data")
         return ballot
+
+    def losses_by_slot(self) -> list[list[float]]:
+        """[lane][k]: the summed loss of each microbatch of the last step. All ranks take part."""
+        assert self.slot_losses is not None
+        if self.mesh.world.group is not None:
+            dist.all_reduce(self.slot_losses, group=self.mesh.world.group)
+        return self.slot_losses.sum(dim=-1).tolist()
 
     def losses(self, slots: Iterable[Slot]) -> Iterable[Tensor]:
         """The summed next-token loss of each, forward only (in a pipeline: zero but in the last stage)."""

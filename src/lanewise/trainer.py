@@ -15,6 +15,7 @@ from lanewise.checkpoint.locate import locate
 from lanewise.checkpoint.manifest import Manifest
 from lanewise.checkpoint.store import Checkpoints, Found
 from lanewise.data.dataset import Dataset
+from lanewise.data.stages import Feed, WriteBack
 from lanewise.data.tokenizer import load
 from lanewise.elastic.status import Board, Status
 from lanewise.elastic.world import World
@@ -78,11 +79,11 @@ class Trainer:
         self.prints = world.rank == 0
         self.display = make_display(job.display if self.prints else "none", self.run.observe.every)
         self.dataset = Dataset(job.data, self.run.data, self.run.batch, self.run.train.seed, self.run.train.epochs)
-        self.steps = self.run.train.steps
-        if self.run.train.epochs:
-            self.steps = self.dataset.steps_per(self.run.train.epochs)
+        self.steps = self.dataset.steps(self.run.train.steps)
         self.mesh = Mesh(world, Layout.parse(self.run.layout.axes), turns_back(self.run.layout))
         self.replica = Replica(self.run, build_part(self.run, self.mesh), self.mesh)
+        self.feed = Feed(self.dataset, self.replica.reducer.mine, self.run.data, self.run.batch)
+        self.write_back = WriteBack()
         self.progress = Progress()
         self.saved = -1  # step of the newest checkpoint
         self.events = Events(job.out / "events.jsonl" if self.prints else None, self.display.note)
@@ -101,11 +102,14 @@ class Trainer:
         self._open_records()
         for member in self.world.members(self.mesh.replica):
             self.events.write("joined", **member)
+        for note in self.dataset.notes:
+            self.display.note(note)
         self.display.start(self.progress.step, self.steps)
         try:
             code = self._loop(min(self.steps, self.job.until or self.steps))
         finally:
             self.display.stop()
+            self.feed.close()
         if code == EXIT_DONE and self.progress.step == self.steps:
             self._farewell()
         return code
@@ -138,7 +142,7 @@ class Trainer:
         started = time.perf_counter()
         self.status.begin_step(step)
         self.events.step = step
-        ballot = self.replica.compute(step, self.dataset.slot, self.status.enter)
+        ballot = self.replica.compute(step, self.feed.slot, self.status.enter)
         self.status.enter("exchange")
         verdict, chunks = self.replica.voter.vote(ballot, self.replica.reducer.finish(), self.stop.asked)
         self.status.enter("commit")
@@ -184,14 +188,19 @@ class Trainer:
         """Steps after the one resumed from are written again; their old lines go."""
         if not self.prints:
             return
-        for name in ("metrics.jsonl", "samples.jsonl"):
+        for name in ("metrics.jsonl", "samples.jsonl", "losses.jsonl"):
             cut_after(self.job.out / name, self.progress.step)
         complain = self.events.cannot_write
         self.metrics = JsonLines(self.job.out / "metrics.jsonl", complain)
-        self.samples = JsonLines(self.job.out / "samples.jsonl", complain) if self.run.data.record_samples else None
+        data = self.run.data
+        self.samples = JsonLines(self.job.out / "samples.jsonl", complain) if data.record_samples else None
+        self.losses = JsonLines(self.job.out / "losses.jsonl", complain) if data.record_losses else None
 
     def _record(self, verdict: Verdict, lr: float, seconds: float) -> None:
         seconds_by_phase = {f"{phase}_s": round(spent, 6) for phase, spent in self.status.lap().items()}
+        stages = self.feed.lap()
+        seconds_by_phase |= {f"data_{stage}_s": round(spent, 6) for stage, spent in stages.items()}
+        losses = self.replica.losses_by_slot() if self.run.data.record_losses else None
         if not self.prints:
             return
         record = plain(
@@ -207,15 +216,23 @@ class Trainer:
                 "tokens_total": self.progress.tokens,
                 "skipped_total": self.progress.skipped,
                 **seconds_by_phase,
+                "data_wait_share": round(stages["wait"] / seconds, 6),
+                **({"padding": self.dataset.padding} if self.dataset.padding is not None else {}),
             }
         )
         self.metrics.write(record)
         self.display.step(record)
-        if self.samples is not None:
-            for lane in range(self.run.batch.lanes):
-                for k in range(self.run.batch.microbatches):
-                    samples = self.dataset.slot(self.progress.step, lane, k).samples
-                    self.samples.write({"step": self.progress.step, "lane": lane, "k": k, "samples": samples})
+        if self.samples is not None or self.losses is not None:
+            self.write_back(self._write_slots, self.progress.step, losses)
+
+    def _write_slots(self, step: int, losses: list[list[float]] | None) -> None:
+        for lane in range(self.run.batch.lanes):
+            for k in range(self.run.batch.microbatches):
+                slot = {"step": step, "lane": lane, "k": k, "samples": self.dataset.samples(step, lane, k)}
+                if self.samples is not None:
+                    self.samples.write(slot)
+                if self.losses is not None and losses is not None:
+                    self.losses.write({**slot, "loss": losses[lane][k]})
 
     def _evaluate(self) -> None:
         size, limit = self.run.batch.size, self.run.eval.sequences
@@ -251,10 +268,12 @@ class Trainer:
         if self.saved == self.progress.step:
             return
         self.status.enter("checkpoint")
+        self.write_back.drain()  # a checkpoint's steps have all their lines
         meta = {
             "progress": asdict(self.progress),
             "run": config.dump(self.run),
             "data": self.dataset.identity,
+            "mixture": self.dataset.segments(),
             "layout": {"replicas": self.mesh.replicas, "axes": str(self.mesh.layout), "zero": self.run.layout.zero},
         }
         self.checkpoints.save(self.progress.step, self.replica.state(share=True), meta)
@@ -270,6 +289,11 @@ class Trainer:
         self.replica.loaded()
         self.progress = Progress(**found.meta["progress"])
         self.saved = self.progress.step if found.path.parent == self.checkpoints.root else -1
+        if self.dataset.go_on(found.meta.get("mixture", []), self.progress.step):
+            self.steps = self.dataset.steps(self.run.train.steps)
+            self.display.note(
+                f"from step {self.progress.step + 1} on the mixture is {self.dataset.mixture.segments[-1].weights}"
+            )
         self.events.step = self.progress.step
         self.display.note(f"resuming after step {self.progress.step} from {found.path}")
 

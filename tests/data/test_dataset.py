@@ -9,7 +9,7 @@ import pytest
 from lanewise import config
 from lanewise.data import store
 from lanewise.data.dataset import Dataset, Slot
-from lanewise.data.windows import IGNORED, Windows
+from lanewise.data.windows import IGNORED, Documents
 from lanewise.errors import UserError
 
 LENGTHS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 30, 1, 16, 33, 8]
@@ -142,7 +142,7 @@ def test_decimal_epochs_count_as_written(dataset):
 @pytest.mark.parametrize("limit", [0, 1, 4, 1000])
 def test_held_out_windows_come_once(dataset, pack, size, limit):
     made = dataset(pack=pack, held_out=0.5)
-    total = len(made.held_out)
+    total = made.held_batches(1)
     taken = min(limit or total, total)
     batches = [made.held(i, size, limit) for i in range(made.held_batches(size, limit))]
     assert {slot.tokens_BT.shape for slot in batches} == {(size, 8)}
@@ -165,12 +165,13 @@ def test_nothing_held_out(dataset):
 
 def test_index_of_document_windows_is_shared_and_repaired(built, source, tmp_path):
     folder = built(source, held_out=0)
-    spans = [Windows(folder, "train", "document", 5).span(w) for w in range(20)]
-    index = folder / "train.windows-5"
-    for harm in (index.unlink, lambda: index.write_bytes(b"short"), lambda: None):
+    tokens = store.FolderTokens(folder, "train")
+    spans = [Documents(tokens, 5, 0, folder / "train").spans(w) for w in range(20)]
+    index = folder / "train.windows-5.npy"
+    for harm in (index.unlink, lambda: index.write_bytes(b"short"), lambda: index.write_bytes(b""), lambda: None):
         harm()
-        again = Windows(folder, "train", "document", 5)
-        assert [again.span(w) for w in range(20)] == spans
+        again = Documents(tokens, 5, 0, folder / "train")
+        assert [again.spans(w) for w in range(20)] == spans
         assert isinstance(again.firsts, np.memmap)
         assert isinstance(again.starts, np.memmap)
     assert store.damage(folder) is None

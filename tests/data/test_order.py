@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from lanewise.data.order import Permutation
+from lanewise.data.order import Order, Permutation
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 13, 16, 17, 31, 97, 100, 101, 1000, 1009, 4096, 65_537])
@@ -62,3 +62,29 @@ def test_never_changes():
     """Runs are resumed by later versions: these values must stay."""
     assert Permutation(0, 0, 10).at(np.arange(10)).tolist() == [7, 5, 4, 9, 3, 2, 0, 8, 1, 6]
     assert Permutation(5, 2, 10**12).at(123_456_789) == 71_968_935_191
+
+
+@pytest.mark.parametrize("n", [1, 12, 13, 24, 25, 36, 40, 41, 47, 48, 100])
+def test_two_levels_are_a_bijection_that_differs_by_epoch(n):
+    orders = [Order(3, epoch, n, "web", block=4, blocks=3).at(np.arange(n)).tolist() for epoch in range(3)]
+    assert all(sorted(order) == list(range(n)) for order in orders)
+    assert n == 1 or len({tuple(order) for order in orders}) == 3
+    assert n == 1 or Order(3, 0, n, "books", block=4, blocks=3).at(np.arange(n)).tolist() != orders[0]
+
+
+def test_reads_stay_inside_a_group_of_whole_blocks():
+    n, block, blocks = 10_007, 10, 5
+    order = Order(0, 1, n, block=block, blocks=blocks)
+    seen = order.at(np.arange(n))
+    groups = [(seen[i : i + 50] - order.shift) % n for i in range(0, n - 57, 50)]
+    assert all(len(np.unique(group // block)) == blocks for group in groups)
+    starts = [group.min() for group in groups]
+    assert abs(np.corrcoef(starts, np.arange(len(starts)))[0, 1]) < 0.2  # blocks come from all over the source
+
+
+def test_any_place_of_a_huge_source_at_once():
+    order = Order(1, 0, 10**12)
+    places = np.arange(10**9, 10**9 + 1000)
+    seen = order.at(places)
+    assert len(np.unique(seen)) == 1000
+    assert [int(order.at(np.array([p]))[0]) for p in places[:5]] == seen[:5].tolist()

@@ -247,23 +247,23 @@ def test_mark_of_a_large_file_reads_its_ends(tmp_path):
     path = tmp_path / "large"
     raw = bytearray(os.urandom(6_000_000))
     path.write_bytes(raw)
-    mark = store._mark(path)
+    mark = store.mark(path)
     for place in (0, len(raw) - 1):
         raw[place] ^= 1
         path.write_bytes(raw)
-        assert store._mark(path) != mark
+        assert store.mark(path) != mark
         raw[place] ^= 1
     path.write_bytes(raw)
-    assert store._mark(path) == mark
+    assert store.mark(path) == mark
 
 
 def test_full_disk(source, settings, monkeypatch, tmp_path):
     add = store.Writer.add
 
-    def full(self, tokens):
+    def full(self, tokens, learned=None):
         if self.tokens > 500:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        add(self, tokens)
+        add(self, tokens, learned)
 
     monkeypatch.setattr(store.Writer, "add", full)
     with pytest.raises(UserError, match=r"cache: .*No space left.*free some space there, or set data.cache"):

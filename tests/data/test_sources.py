@@ -13,6 +13,7 @@ import pytest
 from token_folder import everything
 
 from lanewise.data import sources
+from lanewise.data.formats import lines
 from lanewise.errors import UserError
 
 TEXTS = ["first\ntext", "zwei: größer", "三"]
@@ -123,7 +124,7 @@ def test_column_that_is_not_text(tmp_path, built):
     rows = write_lines(tmp_path / "rows.jsonl", [{"text": 3}])
     fails(built, rows, "line 1", "holds int", "data.text_field")
     pq.write_table(pa.table({"text": [1.5]}), tmp_path / "rows.parquet")
-    fails(built, tmp_path / "rows.parquet", "cannot be read as text", "data.text_field")
+    fails(built, tmp_path / "rows.parquet", "row 1", "holds float", "data.text_field")
 
 
 def test_lines_that_are_not_rows(tmp_path, built):
@@ -136,7 +137,7 @@ def test_lines_that_are_not_rows(tmp_path, built):
 
 
 def test_line_too_long_to_parse(tmp_path, built, monkeypatch):
-    monkeypatch.setattr(sources, "ROW_LIMIT", 2**20)
+    monkeypatch.setattr(lines, "ROW_LIMIT", 2**20)
     rows = write_lines(tmp_path / "rows.jsonl", [{"text": "short"}, {"text": "x" * 2**20}])
     fails(built, rows, "line 2", "longer than 1 MB", "split it")
 

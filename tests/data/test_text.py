@@ -12,7 +12,8 @@ import tokenizers
 from token_folder import documents, everything
 from tokenizers import models, pre_tokenizers
 
-from lanewise.data import sources, store, text, tokenizer
+from lanewise.data import store, text, tokenizer
+from lanewise.data.formats import base
 from lanewise.errors import UserError
 
 SAMPLE = Path(os.__file__).read_text() + Path(json.__file__).read_text()
@@ -142,22 +143,22 @@ BROKEN = [b"abc\xff", b"\xc3", b"ok \xe6\xbc", b"\xed\xa0\x80", b"x" * 20 + b"\x
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 100])
 @pytest.mark.parametrize("raw", [*BROKEN, b"", "gr\u00f6\u00dfer 漢字 🙂".encode()])
 def test_place_of_the_first_bad_byte_is_that_of_the_codec(monkeypatch, raw, chunk):
-    monkeypatch.setattr(sources, "CHUNK", chunk)
+    monkeypatch.setattr(base, "CHUNK", chunk)
     try:
         raw.decode()
         expected = None
     except UnicodeDecodeError as e:
         expected = e.start
-    document = sources.Document("x", partial(sources._sliced, raw))
+    document = base.Document("x", partial(base.sliced, raw))
     assert text.first_bad_byte(document.chunks()) == expected
     assert "".join(text.pieces(document, "replace", Counter())) == raw.decode(errors="replace")
 
 
 def test_pieces_are_bounded_and_end_with_a_line_where_there_is_one(monkeypatch):
-    monkeypatch.setattr(sources, "CHUNK", 100)
+    monkeypatch.setattr(base, "CHUNK", 100)
     lines = "".join(f"line {i}\n" for i in range(100))
     for whole, at_newline in ((lines, True), ("x" * 1000, False)):
-        found = list(text.pieces(sources.Document("x", partial(sources._sliced, whole.encode())), "error", Counter()))
+        found = list(text.pieces(base.Document("x", partial(base.sliced, whole.encode())), "error", Counter()))
         assert "".join(found) == whole
         assert max(map(len, found)) <= 200
         assert not at_newline or all(piece.endswith("\n") for piece in found)

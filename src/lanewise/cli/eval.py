@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         # Every window of the text once: one pass of a run with one lane, in order.
         tokenizer = str(tokenizer_of(checkpoint))
         data = settings.data.model_copy(
-            update={"source": arguments.source, "tokenizer": tokenizer, "held_out": 0.0, "shuffle": False}
+            update={"source": arguments.source, "mix": (), "tokenizer": tokenizer, "held_out": 0.0, "shuffle": False}
         )
         batch = settings.batch.model_copy(update={"lanes": 1, "microbatches": 1})
         dataset = Dataset(prepare(data), data, batch, seed=0, epochs=1)

@@ -10,6 +10,7 @@ from lanewise.errors import EXIT_FAILED, EXIT_USER, UserError
 
 VERBS = {
     "train": "train a model: the main job",
+    "data": "make shard sets from files, look into them, check them",
     "prove": "check a layout against one process, parameter by parameter",
     "eval": "loss of a checkpoint on held-out or other text",
     "generate": "continue a text with a checkpoint",

@@ -5,51 +5,40 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
-import xxhash
 
 from lanewise import config
 from lanewise.data import sources, store, tokenizer
-from lanewise.data.text import Errors, pieces
+from lanewise.data.encode import Encoding, policy
+from lanewise.data.formats.base import Document
+from lanewise.data.text import pieces
 from lanewise.errors import UserError
 
 SAMPLE = 4_000_000  # bytes a BPE is trained on: on Python's library ten times as many save 1% of the tokens
-BATCH = 2**20  # characters encoded at once
+NOTED = ("empty", "skipped", "replaced", "filtered", "duplicates")  # what may become of a document besides tokens
 
 
-class Piece(NamedTuple):
-    document: int  # counted over the whole source
-    side: store.Side
-    text: str
-
-
-def trains(data: config.Data) -> bool:
-    """Whether the tokenizer is made here ('bpe', 'bytes') rather than read from a file."""
-    return data.tokenizer in ("bpe", "bytes")
-
-
-def policy(data: config.Data) -> Errors:
-    """Python's library has a few files in other encodings on purpose: no fault of the user, so left out and counted."""
-    return "skip" if (data.source, data.errors) == ("python", "error") else data.errors
+class NoText(UserError):
+    """A source has no document with a token in it."""
 
 
 def write(files: list[sources.File], data: config.Data, folder: Path, progress: Callable[[str], None]) -> None:
     """Fills and seals an empty folder."""
     progress(f"reading {len(files):,} files, {sum(file.size for file in files) / 1e6:,.1f} MB")
-    words = _tokenizer(files, data, progress)
+    words = make_tokenizer(files, data, progress)
     words.save(folder)
-    dtype = np.dtype("<u2" if words.vocab_size <= 2**16 else "<u4")
-    encode = tokenizer.encoder(words, "H" if dtype.itemsize == 2 else "I", trains(data))
+    encoding = Encoding(data, words)
+    dtype = encoding.dtype
     counts: Counter[str] = Counter()
     sides = {side: store.Writer(folder, side, dtype, words.end) for side in store.SIDES}
     told = time.monotonic()
     try:
-        encoded = _encoded(_pieces(files, data, counts), encode)
-        for (_, side), parts in groupby(encoded, key=lambda part: part[0][:2]):
-            for _, encoded_piece in parts:
-                sides[side].add(encoded_piece)
+        encoded = encoding([(file, None) for file in files], counts)
+        for (_, side), parts in groupby(encoded, key=lambda piece: (piece.document, piece.side)):
+            for piece in parts:
+                sides[side].add(piece.tokens, piece.learned)
                 if time.monotonic() > told + 5:
                     told = time.monotonic()
                     progress(f"{sum(writer.tokens for writer in sides.values()):,} tokens so far")
@@ -57,9 +46,12 @@ def write(files: list[sources.File], data: config.Data, folder: Path, progress: 
     finally:
         for writer in sides.values():
             writer.close()
+    if any(writer.learned for writer in sides.values()):
+        for writer in sides.values():
+            writer.learn()
     documents = sum(writer.documents for writer in sides.values())
     if not documents:
-        raise UserError(
+        raise NoText(
             f"data.source: no text in {data.source} ({len(files)} files, {counts['empty']} documents empty, "
             f"{counts['skipped']} skipped as not UTF-8); choose another source, or set data.errors=replace"
         )
@@ -67,26 +59,49 @@ def write(files: list[sources.File], data: config.Data, folder: Path, progress: 
 
     bounds = {side: store.starts(folder, side) for side in store.SIDES}
     tokens = {side: int(starts[-1]) for side, starts in bounds.items()}
-    meta = {
+    meta: dict[str, Any] = {
         "format": store.FORMAT,
         "source": data.source,
         "files_read": len(files),
         "documents": {side: len(starts) - 1 for side, starts in bounds.items()},
         "tokens": tokens,
-        **{kind: counts[kind] for kind in ("empty", "skipped", "replaced")},
+        **{kind: counts[kind] for kind in NOTED},
         "held_out_is_tail": is_tail,
+        "learned": any(writer.learned for writer in sides.values()),
         "vocab_size": words.vocab_size,
         "end_of_text": words.end,
         "dtype": dtype.str,
     }
-    store.seal(folder, meta)
-    notes = [f"{counts[kind]:,} {kind}" for kind in ("empty", "skipped", "replaced") if counts[kind]]
-    progress(", ".join([f"{documents:,} documents, {sum(tokens.values()):,} tokens", *notes]))
+    kinds = (".bin", ".starts", *[".learned"] * meta["learned"])
+    meta["identity"] = {
+        "tokenizer": store.digest(folder / tokenizer.FILES[0]),
+        **{side: store.digest(*(folder / f"{side}{kind}" for kind in kinds)) for side in store.SIDES},
+    }
+    names = [*tokenizer.FILES, *(f"{side}{kind}" for side in store.SIDES for kind in kinds)]
+    store.seal(folder, meta, names)
+    progress(", ".join([f"{documents:,} documents, {sum(tokens.values()):,} tokens", *notes(counts)]))
 
 
-def _tokenizer(files: list[sources.File], data: config.Data, progress: Callable[[str], None]) -> tokenizer.Tokenizer:
+def write_tokenizer(
+    files: list[sources.File], data: config.Data, folder: Path, progress: Callable[[str], None]
+) -> None:
+    """Fills and seals an empty folder with nothing but the tokenizer of all these files."""
+    make_tokenizer(files, data, progress).save(folder)
+    store.seal(folder, {"format": store.FORMAT}, tokenizer.FILES)
+
+
+def notes(counts: Counter[str]) -> list[str]:
+    """What became of the documents that were not simply taken."""
+    return [f"{counts[kind]:,} {kind}" for kind in NOTED if counts[kind]]
+
+
+def make_tokenizer(
+    files: list[sources.File], data: config.Data, progress: Callable[[str], None]
+) -> tokenizer.Tokenizer:
     if data.tokenizer == "bytes":
         return tokenizer.train([], 257)
+    if data.tokenizer == "ids":
+        return tokenizer.ids(data.vocab_size)
     if data.tokenizer != "bpe":
         return tokenizer.load(data.tokenizer)
     progress(f"training a tokenizer of {data.vocab_size:,} entries")
@@ -100,39 +115,26 @@ def _sample(files: list[sources.File], data: config.Data) -> Iterator[str]:
     for file in files:
         after = due + share * file.size
         if taken <= due:
-            for piece in _pieces([file], data, Counter()):
-                yield piece.text
-                taken += len(piece.text)
+            for document in sources.documents(file, data.text_field):
+                for text in _texts(document, data):
+                    yield text
+                    taken += len(text)
+                    if taken >= after:
+                        break
                 if taken >= after:
                     break
         due = after
 
 
-def _pieces(files: list[sources.File], data: config.Data, counts: Counter[str]) -> Iterator[Piece]:
-    """Every document of every file. Its side hangs on its content alone (the first piece), not on its place."""
-    number = 0
-    for file in files:
-        for document in sources.documents(file, data.text_field):
-            side: store.Side | None = None
-            skipped = counts["skipped"]
-            for text in pieces(document, policy(data), counts):
-                if side is None:
-                    side = "held" if xxhash.xxh3_64_intdigest(text.encode()) < data.held_out * 2**64 else "train"
-                yield Piece(number, side, text)
-            counts["empty"] += side is None and counts["skipped"] == skipped
-            number += 1
-
-
-def _encoded(found: Iterator[Piece], encode: tokenizer.Encoder) -> Iterator[tuple[Piece, bytes]]:
-    batch: list[Piece] = []
-    size = 0
-    for piece in found:
-        batch.append(piece)
-        size += len(piece.text) + 256  # a piece takes room itself
-        if size >= BATCH:
-            yield from zip(batch, encode([p.text for p in batch]), strict=True)
-            batch, size = [], 0
-    yield from zip(batch, encode([p.text for p in batch]), strict=True)
+def _texts(document: Document, data: config.Data) -> Iterator[str]:
+    if document.tokens is not None:
+        raise UserError(
+            f"{document.where}: holds token ids; set data.tokenizer to the tokenizer they are of, or to 'ids' with "
+            "data.vocab_size"
+        )
+    if document.turns is not None:
+        return (str(turn.get("content") or "") for turn in document.turns)
+    return pieces(document, policy(data), Counter())
 
 
 def _balance(folder: Path, held_out: float, dtype: str) -> bool:

@@ -4,6 +4,9 @@
     cache/seen/<quick key>      the content key that files of these paths, sizes and times had: no text is read again
     cache/.building-*           being written; renamed when whole, so a build that dies leaves no half folder
 
+A mixture, and a source that holds tokens already, get a folder too: the tokenizer, and where the tokens of each part
+are (see corpus.py).
+
 There are no locks. Of two builds of one folder at once both do the work, and the second to finish takes the first's.
 """
 
@@ -12,14 +15,18 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
 from lanewise import config
-from lanewise.data import build, sources, store, tokenizer
+from lanewise.data import build, corpus, sources, store, tokenizer
+from lanewise.data.encode import policy, trains
+from lanewise.data.shards import ShardSet, is_shard_set
+from lanewise.data.stores import configure
 from lanewise.errors import UserError
 
 DAY = 86_400  # seconds
@@ -31,26 +38,114 @@ def prepare(data: config.Data, progress: Callable[[str], None] = lambda message:
     Safe to call from several processes and hosts at once. Raises UserError on anything wrong with the source, the
     tokenizer or the room in the cache.
     """
-    files = sources.find(data.source)
-    quick = _quick_key(files, data)
+    configure(data)
+    if data.mix or corpus.holds_tokens(data.source):
+        return _mixture(data, progress)
+    if data.dedup != "none":
+        raise UserError("data.dedup: only `lanewise data build` looks for duplicates: build a set, and train on that")
+    return _kept(data, [data.source], "tokens", build.write, progress)
+
+
+def _mixture(data: config.Data, progress: Callable[[str], None]) -> Path:
+    """A folder that says where the parts are, which all have one tokenizer."""
+    texts = [source for _, source, _ in data.parts if not corpus.holds_tokens(source)]
+    words = _shared_tokenizer(data, texts, progress)
+    plain = data
+    if texts:
+        home = _place(data, {"tokenizer": words.inner.to_str(), "end": words.end_text}, words)
+        plain = data.model_copy(update={"mix": (), "tokenizer": str(home)})
+    places: dict[str, str] = {}
+    empty: list[str] = []
+    for name, source, _ in data.parts:
+        if source in texts:
+            try:
+                places[name] = str(prepare(plain.model_copy(update={"source": source}), progress))
+            except build.NoText as reason:
+                if len(data.parts) - len(empty) == 1:
+                    raise
+                empty.append(name)
+                progress(f"{name}: {str(reason).removeprefix('data.source: ')}")
+        else:
+            places[name] = source if "://" in source else os.path.abspath(os.path.expanduser(source))
+    return _place(data, corpus.describe(places, data.held_out, words), words)
+
+
+def _shared_tokenizer(data: config.Data, texts: list[str], progress: Callable[[str], None]) -> tokenizer.Tokenizer:
+    """The tokenizer of the shard sets among the parts; without any, the one asked for, made of all texts."""
+    owned = {source: ShardSet(source).tokenizer for _, source, _ in data.parts if is_shard_set(source)}
+    asked = None
+    if not trains(data):
+        asked = tokenizer.load(data.tokenizer)
+    elif data.tokenizer == "ids":
+        asked = tokenizer.ids(data.vocab_size)
+    elif not owned and texts:
+        asked = tokenizer.load(_kept(data, texts, "tokenizer", build.write_tokenizer, progress))
+    elif not owned:
+        raise UserError(
+            f"data.source: {data.parts[0][1]} holds token ids; set data.tokenizer to the tokenizer they are of, or to "
+            "'ids' with data.vocab_size"
+        )
+    words = asked or next(iter(owned.values()))
+    for source, its_words in owned.items():
+        if its_words.inner.to_str() != words.inner.to_str():
+            remedy = "leave data.tokenizer out" if asked else "build one of the sets again with --like the other"
+            raise UserError(f"{source} was built with another tokenizer: {remedy}")
+    return words
+
+
+def _place(data: config.Data, meta: dict[str, Any], words: tokenizer.Tokenizer) -> Path:
+    """A folder of the cache with a tokenizer and `meta`, which with the tokenizer is its key."""
     cache = Path(data.cache).expanduser()
-    try:
+    folder = cache / xxhash.xxh3_128_hexdigest(ascii((store.FORMAT, meta, words.inner.to_str())).encode())
+    with _keeping(cache):
+        if store.damage(folder) is not None:
+            _build(folder, lambda building: corpus.write(building, meta, words))
+    return folder
+
+
+Write = Callable[[list[sources.File], config.Data, Path, Callable[[str], None]], None]
+
+
+def _kept(data: config.Data, names: Sequence[str], purpose: str, write: Write, progress: Callable[[str], None]) -> Path:
+    """The folder that `write` makes from the files that `names` name, from the cache if it is there."""
+    files = _find(names)
+    quick = _quick_key(files, data, purpose)
+    cache = Path(data.cache).expanduser()
+    with _keeping(cache):
         with suppress(FileNotFoundError):
             folder = cache / (cache / "seen" / quick).read_text(encoding="ascii", errors="replace")
             if store.damage(folder) is None:
                 return folder
-        folder = cache / _content_key(files, data)
+        folder = cache / _content_key(files, data, purpose)
         damage = store.damage(folder)
         if damage and folder.exists():
             progress(f"{damage}: building it again")
+
+        def fill(building: Path) -> None:
+            write(files, data, building, progress)
+            if _quick_key(_find(names), data, purpose) != quick:
+                what = ", ".join(names)
+                raise UserError(f"data.source: {what} changed while it was read; start again when it is complete")
+
         if damage:
-            _build(files, data, quick, folder, progress)
+            _build(folder, fill)
         _remember(cache / "seen" / quick, folder.name, files)
-    except OSError as e:  # those of the source are UserErrors already
+    return folder
+
+
+def _find(names: Sequence[str]) -> list[sources.File]:
+    return [file for name in names for file in sources.find(name)]
+
+
+@contextmanager
+def _keeping(cache: Path) -> Iterator[None]:
+    """Errors of the cache in the user's words; those of the source are UserErrors already."""
+    try:
+        yield
+    except OSError as e:
         full = e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         remedy = "free some space there" if full else "make it writable"
         raise UserError(f"{cache}: cannot keep tokens there ({e.strerror or e}); {remedy}, or set data.cache") from None
-    return folder
 
 
 # ------------------------------------------------------------------------------------------------------------ keys
@@ -58,21 +153,24 @@ def prepare(data: config.Data, progress: Callable[[str], None] = lambda message:
 
 def _settings(data: config.Data) -> str:
     """What defines the tokens besides the content of the files."""
-    kind = data.tokenizer if build.trains(data) else "file"
-    size = data.vocab_size if kind == "bpe" else 0
-    return repr((store.FORMAT, data.text_field, kind, size, build.policy(data), data.held_out))
+    kind = data.tokenizer if trains(data) else "file"
+    size = data.vocab_size if kind in ("bpe", "ids") else 0
+    template = Path(data.chat_template).expanduser()
+    chat = (data.learn, template.read_text(encoding="utf-8") if template.is_file() else data.chat_template)
+    rest = (data.min_chars, data.filter, chat)
+    return repr((store.FORMAT, data.text_field, kind, size, policy(data), data.held_out, rest))
 
 
 def _all(files: list[sources.File], data: config.Data) -> list[sources.File]:
-    return files if build.trains(data) else files + tokenizer.files(data.tokenizer)
+    return files if trains(data) else files + tokenizer.files(data.tokenizer)
 
 
-def _quick_key(files: list[sources.File], data: config.Data) -> str:
+def _quick_key(files: list[sources.File], data: config.Data, purpose: str) -> str:
     entries = [(os.path.abspath(file.path), file.name, file.size, file.times) for file in _all(files, data)]
-    return xxhash.xxh3_128_hexdigest(ascii((_settings(data), entries)).encode())
+    return xxhash.xxh3_128_hexdigest(ascii((purpose, _settings(data), entries)).encode())
 
 
-def _content_key(files: list[sources.File], data: config.Data) -> str:
+def _content_key(files: list[sources.File], data: config.Data, purpose: str) -> str:
     contents = []
     for file in _all(files, data):
         content = xxhash.xxh3_128()
@@ -80,7 +178,7 @@ def _content_key(files: list[sources.File], data: config.Data) -> str:
             while block := stream.read(2**20):
                 content.update(block)
         contents.append((file.name, content.hexdigest()))
-    return xxhash.xxh3_128_hexdigest(ascii((_settings(data), contents)).encode())
+    return xxhash.xxh3_128_hexdigest(ascii((purpose, _settings(data), contents)).encode())
 
 
 def _remember(seen: Path, key: str, files: list[sources.File]) -> None:
@@ -95,17 +193,13 @@ def _remember(seen: Path, key: str, files: list[sources.File]) -> None:
 # ------------------------------------------------------------------------------------------------------ publishing
 
 
-def _build(
-    files: list[sources.File], data: config.Data, quick: str, folder: Path, progress: Callable[[str], None]
-) -> None:
+def _build(folder: Path, fill: Callable[[Path], None]) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     _sweep(folder.parent)
     building = folder.with_name(f".building-{uuid.uuid4().hex}")
     building.mkdir()
     try:
-        build.write(files, data, building, progress)
-        if _quick_key(sources.find(data.source), data) != quick:
-            raise UserError(f"data.source: {data.source} changed while it was read; start again when it is complete")
+        fill(building)
         _publish(building, folder)
     finally:
         shutil.rmtree(building, ignore_errors=True)

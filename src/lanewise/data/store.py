@@ -3,21 +3,21 @@
 tokenizer.json, tokenizer_config.json   in Hugging Face's format
 train.bin, held.bin                     token ids, uint16 or (vocabulary above 65,536) uint32, little endian;
                                         documents back to back, each closed by the end-of-text token
+train.learned, held.learned             only of chats: a bool a token, whether it is worth predicting
 train.starts, held.starts               int64, little endian: where each document starts, then where the last ends
 meta.json                               counts, settings, identity, and the size and mark of each file above
 """
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import xxhash
 
-from lanewise.data import tokenizer
-
-FORMAT = 1
+FORMAT = 2
 Side = Literal["train", "held"]
 SIDES: tuple[Side, Side] = ("train", "held")
 
@@ -30,19 +30,34 @@ class Writer:
         self.starts_file = open(folder / f"{side}.starts", "wb")  # noqa: SIM115
         self.end_bytes = np.array([end], dtype).tobytes()
         self.item = dtype.itemsize
+        self.learned: BinaryIO | None = None
+        self.learned_path = folder / f"{side}.learned"
         self.documents = self.tokens = self.closed_at = 0
         self._start()
 
-    def add(self, tokens: bytes) -> None:
-        """More tokens of the document being written."""
+    def add(self, tokens: bytes, learned: bytes | None = None) -> None:
+        """More tokens of the document being written, and which of them are worth predicting (None: all)."""
+        if learned is not None:
+            self.learn()
+        if self.learned is not None:
+            self.learned.write(b"\x01" * (len(tokens) // self.item) if learned is None else learned)
         self.tokens_file.write(tokens)
         self.tokens += len(tokens) // self.item
+
+    def learn(self) -> None:
+        """From here on what is worth predicting is written down; so far it was everything."""
+        if self.learned is None:
+            self.learned = open(self.learned_path, "wb")  # noqa: SIM115
+            for first in range(0, self.tokens, 2**20):
+                self.learned.write(b"\x01" * min(2**20, self.tokens - first))
+            if self.tokens_file.closed:
+                self.learned.close()
 
     def close_document(self) -> bool:
         """Ends the document; False if it had no token and so is none."""
         if self.tokens == self.closed_at:
             return False
-        self.add(self.end_bytes)
+        self.add(self.end_bytes)  # learned in a chat too: it is what ends the last turn
         self.closed_at = self.tokens
         self.documents += 1
         self._start()
@@ -51,9 +66,28 @@ class Writer:
     def close(self) -> None:
         self.tokens_file.close()
         self.starts_file.close()
+        if self.learned is not None:
+            self.learned.close()
 
     def _start(self) -> None:
         self.starts_file.write(np.array([self.tokens], "<i8").tobytes())
+
+
+class FolderTokens:
+    """The tokens of one side of a folder, memory-mapped (see `windows.Tokens`)."""
+
+    def __init__(self, folder: Path, side: Side) -> None:
+        meta = read_meta(folder)
+        self.ids = tokens(folder, side, meta["dtype"])
+        self.flags = mapped(folder / f"{side}.learned", "?") if meta["learned"] else None
+        self.starts = starts(folder, side)
+        self.total = len(self.ids)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self.ids[start:stop]
+
+    def learned(self, start: int, stop: int) -> np.ndarray | None:
+        return None if self.flags is None else self.flags[start:stop]
 
 
 def tokens(folder: Path, side: Side, dtype: str) -> np.ndarray:
@@ -73,18 +107,22 @@ def mapped(path: Path, dtype: str) -> np.ndarray:
 def move(folder: Path, source: Side, document: int, count: int, dtype: str) -> None:
     """Moves the last `count` tokens of a document (all of them: the document) to the other side, which is empty."""
     target = SIDES[source == "train"]
-    old, bounds = tokens(folder, source, dtype), starts(folder, source)
+    bounds = starts(folder, source)
     stop = int(bounds[document + 1])
     lengths = np.diff(bounds)
     lengths[document] -= count
     lengths = lengths[lengths > 0]
-    parts = {target: [old[stop - count : stop]], source: [old[: stop - count], old[stop:]]}
+    for kind, kind_dtype in (("bin", dtype), ("learned", "?")):
+        if (folder / f"{source}.{kind}").exists():
+            old = mapped(folder / f"{source}.{kind}", kind_dtype)
+            parts = {target: [old[stop - count : stop]], source: [old[: stop - count], old[stop:]]}
+            for side in (target, source):
+                with open(folder / f"{side}.new", "wb") as file:
+                    for part in parts[side]:
+                        file.write(part.data)
+                os.replace(folder / f"{side}.new", folder / f"{side}.{kind}")
     sizes = {target: np.array([count]), source: lengths}
     for side in (target, source):
-        with open(folder / f"{side}.new", "wb") as file:
-            for part in parts[side]:
-                file.write(part.data)
-        os.replace(folder / f"{side}.new", folder / f"{side}.bin")
         with open(folder / f"{side}.starts", "wb") as file:
             file.write(np.concatenate([[0], np.cumsum(sizes[side])]).astype("<i8").data)
 
@@ -92,14 +130,9 @@ def move(folder: Path, source: Side, document: int, count: int, dtype: str) -> N
 # ----------------------------------------------------------------------------------------------------- whole or not
 
 
-def seal(folder: Path, meta: dict[str, Any]) -> None:
-    """Writes meta.json last, with everything on disk: only a sealed folder is ever used."""
-    names = [*tokenizer.FILES, *(f"{side}{kind}" for side in SIDES for kind in (".bin", ".starts"))]
-    meta["identity"] = {
-        "tokenizer": _hash(folder / tokenizer.FILES[0]),
-        **{side: _hash(folder / f"{side}.bin", folder / f"{side}.starts") for side in SIDES},
-    }
-    meta["files"] = {name: {"bytes": (folder / name).stat().st_size, "mark": _mark(folder / name)} for name in names}
+def seal(folder: Path, meta: dict[str, Any], names: Sequence[str]) -> None:
+    """Writes meta.json last, with the files of these names on disk: only a sealed folder is ever used."""
+    meta["files"] = {name: {"bytes": (folder / name).stat().st_size, "mark": mark(folder / name)} for name in names}
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
     for path in [*folder.iterdir(), folder]:
         sync(path)
@@ -124,14 +157,14 @@ def damage(folder: Path) -> str | None:
             size = (folder / name).stat().st_size
             if size != file["bytes"]:
                 return f"{folder / name} has {size} bytes instead of {file['bytes']}"
-            if _mark(folder / name) != file["mark"]:
+            if mark(folder / name) != file["mark"]:
                 return f"{folder / name} has changed since it was written"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         return f"{folder} is incomplete ({type(e).__name__}: {e})"
     return None
 
 
-def _hash(*paths: Path) -> str:
+def digest(*paths: Path) -> str:
     total = xxhash.xxh3_128()
     for path in paths:
         with open(path, "rb") as file:
@@ -140,7 +173,7 @@ def _hash(*paths: Path) -> str:
     return total.hexdigest()
 
 
-def _mark(path: Path) -> str:
+def mark(path: Path) -> str:
     """A hash of 64 blocks of 64 KB spread over the file: of all of it up to 4 MB, and never of more."""
     block, blocks = 2**16, 64
     size = path.stat().st_size

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from lanewise.data.sources import Document
+from lanewise.data.formats.base import Document
 from lanewise.errors import UserError
 
 Errors = Literal["error", "replace", "skip"]

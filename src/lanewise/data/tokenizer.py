@@ -34,19 +34,29 @@ class Tokenizer:
     Special tokens spelled out in a text are ordinary text: data cannot end a document from within.
     """
 
-    def __init__(self, inner: tokenizers.Tokenizer, end: str):
+    def __init__(self, inner: tokenizers.Tokenizer, end: str, begin: str = "", chat_template: str = ""):
+        self.is_ours = _state(inner) == _state(_empty())
         inner.no_truncation()  # a tokenizer.json may carry a length at which it drops the rest of every document
         inner.no_padding()
         inner.encode_special_tokens = True
         if end not in inner.get_vocab():
             inner.add_special_tokens([end])
         self.inner = inner
-        self.end_text = end
+        self.end_text, self.begin_text, self.chat_template = end, begin, chat_template
         self.end = inner.get_vocab()[end]
         self.vocab_size = max(inner.get_vocab().values()) + 1  # ids may have holes
 
     def encode(self, text: str) -> list[int]:
         return self.inner.encode(text, add_special_tokens=False).ids
+
+    def encode_chat(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """(ids, the characters each stands for) of a text a template made: special tokens in it are special."""
+        self.inner.encode_special_tokens = False
+        try:
+            found = self.inner.encode(text, add_special_tokens=False)
+        finally:
+            self.inner.encode_special_tokens = True
+        return found.ids, found.offsets
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.inner.decode(list(ids), skip_special_tokens=True)
@@ -54,19 +64,14 @@ class Tokenizer:
     def save(self, folder: Path) -> None:
         (folder / FILES[0]).write_text(self.inner.to_str(), encoding="utf-8")
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.end_text}
+        config |= {"bos_token": self.begin_text} if self.begin_text else {}
+        config |= {"chat_template": self.chat_template} if self.chat_template else {}
         (folder / FILES[1]).write_text(json.dumps(config), encoding="utf-8")
 
 
 def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """A byte-level BPE of at most `vocab_size` entries: end of text, 256 bytes, merges. No text: bytes only."""
-    inner = tokenizers.Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(tokenizers.Regex(WORD), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    inner.decoder = decoders.ByteLevel()
+    inner = _empty()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
@@ -78,6 +83,31 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return Tokenizer(inner, END)
 
 
+def _empty() -> tokenizers.Tokenizer:
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(WORD), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    inner.decoder = decoders.ByteLevel()
+    return inner
+
+
+def _state(inner: tokenizers.Tokenizer) -> tuple[bytes, ...]:
+    """What is equal for all tokenizers that cut text as ours do."""
+    model = type(inner.model).__name__.encode()
+    return model, *(part.__getstate__() if part else b"" for part in (inner.normalizer, inner.pre_tokenizer))
+
+
+def ids(count: int) -> Tokenizer:
+    """For sources of token ids whose tokenizer is not at hand: ids 0 to count-1, shown as numbers, and end of text."""
+    inner = tokenizers.Tokenizer(models.WordLevel({str(i): i for i in range(count)}, unk_token="0"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return Tokenizer(inner, END)
+
+
 def load(path: str | Path) -> Tokenizer:
     """The tokenizer in a folder, or in a tokenizer.json; raises UserError if there is none.
 
@@ -85,12 +115,29 @@ def load(path: str | Path) -> Tokenizer:
     """
     file, *config = (found.path for found in files(path))
     try:
-        inner = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
-        end = json.loads(config[0].read_text(encoding="utf-8")).get("eos_token") if config else None
-        end = end["content"] if isinstance(end, dict) else end
+        texts = [part.read_text(encoding="utf-8") for part in (file, *config)]
+    except (OSError, ValueError) as e:
+        raise UserError(f"data.tokenizer: {file} cannot be read ({e})") from None
+    return parse(str(file), *texts)
+
+
+def parse(where: str, text: str, config: str = "{}") -> Tokenizer:
+    """The tokenizer of a tokenizer.json and a tokenizer_config.json, which stand at `where`."""
+    try:
+        inner = tokenizers.Tokenizer.from_str(text)
+        settings = json.loads(config)
+        end, begin = (_content(settings.get(key)) for key in ("eos_token", "bos_token"))
+        template = settings.get("chat_template") or ""
+        if isinstance(template, list):  # several, by name
+            template = next((t["template"] for t in template if t["name"] == "default"), "")
     except Exception as e:  # the library raises bare Exception for what it cannot parse
-        raise UserError(f"data.tokenizer: {file} cannot be used ({e}); give a Hugging Face tokenizer.json") from None
-    return Tokenizer(inner, end or next((e for e in KNOWN_ENDS if inner.token_to_id(e) is not None), END))
+        raise UserError(f"data.tokenizer: {where} cannot be used ({e}); give a Hugging Face tokenizer.json") from None
+    end = end or next((e for e in KNOWN_ENDS if inner.token_to_id(e) is not None), END)
+    return Tokenizer(inner, end, begin or "", template)
+
+
+def _content(token: str | dict[str, str] | None) -> str | None:
+    return token["content"] if isinstance(token, dict) else token
 
 
 def files(path: str | Path) -> list[sources.File]:

@@ -5,81 +5,135 @@ Dims: B windows in a microbatch, T predictions in a window.
 
 import os
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from lanewise.data import store
+from lanewise.data.store import sync
 
 IGNORED = -100  # label of a place that is not predicted
 
 
+class Tokens(Protocol):
+    """Documents back to back, each closed by its end-of-text token: one side of a source, wherever it is kept."""
+
+    total: int  # tokens
+
+    @property
+    def starts(self) -> np.ndarray:
+        """[documents + 1] int64: where each document starts, then where the last one ends."""
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """[stop - start] token ids, of any integer type; a view of the file where that is possible."""
+
+    def learned(self, start: int, stop: int) -> np.ndarray | None:
+        """[stop - start] bool: the tokens worth predicting (in a chat: of some turns). None: all of them."""
+
+
+class Rows(NamedTuple):
+    """B windows. Labels are what follows each token, IGNORED where nothing is predicted."""
+
+    tokens_BT: np.ndarray  # int64
+    labels_BT: np.ndarray  # int64
+    starts_BT: np.ndarray | None  # int64: where in its row each token's document starts; None: a row is one document
+
+
 class Windows:
-    """The windows of one side of a token folder, by number.
+    """The windows of some tokens, by number. `spans` says which stretches each is made of."""
 
-    pack "stream": the joined text cut every T tokens. Each token but the first of all is predicted exactly once.
-    pack "document": each document (with its end-of-text token) cut every T tokens. Each token but the first of a
-    document is predicted exactly once.
-    """
+    is_packed = False
+    count: int
 
-    def __init__(self, folder: Path, side: store.Side, pack: Literal["stream", "document"], length: int):
-        meta = store.read_meta(folder)
-        self.tokens = store.tokens(folder, side, meta["dtype"])
-        self.length = length
-        self.filler = meta["end_of_text"]
-        self.by_document = pack == "document"
-        if self.by_document:
-            self.starts = store.starts(folder, side)
-            self.firsts = _firsts(folder / f"{side}.windows-{length}", self.starts, length)
-            self.count = int(self.firsts[-1])
-        else:
-            self.count = -(-max(0, len(self.tokens) - 1) // length)
+    def __init__(self, tokens: Tokens, length: int, filler: int) -> None:
+        self.tokens, self.length, self.filler = tokens, length, filler
 
     def __len__(self) -> int:
         return self.count
 
-    def span(self, window: int) -> tuple[int, int]:
-        """(start, stop): the window predicts tokens start+1 to stop from tokens start to stop-1."""
-        assert 0 <= window < self.count, (window, self.count)
-        if not self.by_document:
-            start, last = window * self.length, len(self.tokens) - 1
-        else:
-            document = int(self.firsts.searchsorted(np.int64(window), side="right")) - 1
-            start = int(self.starts[document]) + (window - int(self.firsts[document])) * self.length
-            last = int(self.starts[document + 1]) - 1
-        return start, min(start + self.length, last)
+    def spans(self, window: int) -> list[tuple[int, int]]:
+        """(start, stop), ...: the window predicts tokens start+1 to stop from tokens start to stop-1, of each."""
+        raise NotImplementedError
 
-    def batch(self, numbers: list[int | None]) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens_BT, labels_BT), int64. None is a row of filler; what is not predicted has label IGNORED.
+    def batch(self, numbers: list[int | None]) -> Rows:
+        """The windows of these numbers. None is a row of filler.
 
-        This is the one place where labels are shifted: labels_BT[b, t] is what follows tokens_BT[b, t].
+        This is the one place where labels are shifted: labels_BT[b, t] is what follows tokens_BT[b, t]. The last
+        token of a document is nothing but a label, so no prediction crosses to the next one.
         """
-        tokens_BT = np.full((len(numbers), self.length), self.filler, np.int64)
-        labels_BT = np.full((len(numbers), self.length), IGNORED, np.int64)
+        shape = len(numbers), self.length
+        tokens_BT, labels_BT = np.empty(shape, np.int64), np.empty(shape, np.int64)
+        starts_BT = np.zeros(shape, np.int64) if self.is_packed else None
         for b, number in enumerate(numbers):
-            if number is not None:
-                start, stop = self.span(number)
-                tokens_BT[b, : stop - start] = self.tokens[start:stop]
-                labels_BT[b, : stop - start] = self.tokens[start + 1 : stop + 1]
-        return tokens_BT, labels_BT
+            at = 0
+            for start, stop in self.spans(number) if number is not None else []:
+                after = at + stop - start
+                stretch = self.tokens.read(start, stop + 1)
+                tokens_BT[b, at:after] = stretch[:-1]
+                labels_BT[b, at:after] = stretch[1:]
+                if (learned := self.tokens.learned(start + 1, stop + 1)) is not None:
+                    labels_BT[b, at:after][~learned] = IGNORED
+                if starts_BT is not None:
+                    starts_BT[b, at:after] = at
+                at = after
+            tokens_BT[b, at:] = self.filler
+            labels_BT[b, at:] = IGNORED
+            if starts_BT is not None:
+                starts_BT[b, at:] = min(at, self.length - 1)
+        return Rows(tokens_BT, labels_BT, starts_BT)
 
 
-def _firsts(path: Path, starts: np.ndarray, length: int) -> np.ndarray:
-    """[documents + 1] int64: each document's first window, then the number of windows; kept beside the tokens.
+class Stream(Windows):
+    """The joined text cut every T tokens. Each token but the first of all is predicted exactly once."""
 
-    Memory-mapped, so that all processes of a host share it. Any process may write it: all write the same.
+    def __init__(self, tokens: Tokens, length: int, filler: int) -> None:
+        super().__init__(tokens, length, filler)
+        self.count = -(-max(0, tokens.total - 1) // length)
+
+    def spans(self, window: int) -> list[tuple[int, int]]:
+        assert 0 <= window < self.count, (window, self.count)
+        start = window * self.length
+        return [(start, min(start + self.length, self.tokens.total - 1))]
+
+
+class Documents(Windows):
+    """Each document cut every T tokens. Each token but the first of a document is predicted exactly once."""
+
+    def __init__(self, tokens: Tokens, length: int, filler: int, plans: Path) -> None:
+        """plans: where the number of each document's first window is kept."""
+        super().__init__(tokens, length, filler)
+        self.starts = tokens.starts
+
+        def firsts() -> np.ndarray:
+            """[documents + 1]: each document's first window, then the number of windows."""
+            return np.concatenate([[0], np.cumsum(-(-(np.diff(self.starts) - 1) // length))]).astype(np.int64)
+
+        self.firsts = kept(plans.with_name(f"{plans.name}.windows-{length}.npy"), firsts)
+        self.count = int(self.firsts[-1])
+
+    def spans(self, window: int) -> list[tuple[int, int]]:
+        assert 0 <= window < self.count, (window, self.count)
+        document = int(self.firsts.searchsorted(np.int64(window), side="right")) - 1
+        start = int(self.starts[document]) + (window - int(self.firsts[document])) * self.length
+        return [(start, min(start + self.length, int(self.starts[document + 1]) - 1))]
+
+
+def kept(path: Path, make: Callable[[], np.ndarray]) -> np.ndarray:
+    """The array in a file, memory-mapped so that all processes of a host share it; made if it is not there.
+
+    Any process may write it: all write the same. `path` names all that defines it.
     """
-    with suppress(OSError):
-        if path.stat().st_size == starts.nbytes:
-            return store.mapped(path, "<i8")
-    firsts = np.zeros(len(starts), "<i8")
-    np.cumsum(-(-(np.diff(starts) - 1) // length), out=firsts[1:])
+    with suppress(OSError, ValueError, EOFError):  # the last two: not whole
+        return np.load(path, mmap_mode="r")
+    array = make()
     with suppress(OSError):  # a cache that cannot be written costs memory, nothing else
+        path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_name(f".{uuid.uuid4().hex}")
-        new.write_bytes(firsts.data)
-        store.sync(new)
+        with open(new, "wb") as file:
+            np.save(file, array)
+        sync(new)
         os.replace(new, path)
-        return store.mapped(path, "<i8")
-    return firsts
+        return np.load(path, mmap_mode="r")
+    return array
