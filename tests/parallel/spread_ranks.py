@@ -49,7 +49,7 @@ DEEPSEEK = {
 }
 
 
-def make(model, lanes=4, microbatches=2, size=2, length=16, layout=None, train=None, **overrides):
+def make(model, lanes=2, microbatches=2, size=2, length=16, layout=None, train=None, **overrides):
     return Run.model_validate(
         {
             "model": model | overrides,

@@ -24,7 +24,7 @@ SOME = ["layers.1.ffn.*", "*norm.weight", "mtp.0.block.attention.kv_down.weight"
         (DENSE, "", 2, FIRST, {"layout": {"zero": 0}}),
         (DENSE, "tp2", 4, FIRST, {"layout": {"zero": 2}}),
         (DENSE, "pp2", 2, FIRST, {}),  # a stage with nothing to train
-        (DEEPSEEK, "", 3, SOME, {"layout": {"zero": 1}}),
+        (DEEPSEEK, "", 3, SOME, {"lanes": 3, "layout": {"zero": 1}}),
         (DEEPSEEK, "ep2", 2, SOME, {}),
         (DEEPSEEK, "fsdp2", 2, SOME, {"size": 4}),
         (DEEPSEEK, "pp2", 2, ["head.weight", "layers.2.*"], {"tie_embeddings": True}),
@@ -45,9 +45,9 @@ def test_every_number_is_that_of_one_process(model, axes, size, patterns, overri
 
 
 def test_replicas_and_sharding_change_no_bit():
-    one = on_ranks(1, traced, make(DEEPSEEK, train={"freeze": SOME, "precision": "bf16"}), "")[0]
+    one = on_ranks(1, traced, make(DEEPSEEK, lanes=3, train={"freeze": SOME, "precision": "bf16"}), "")[0]
     for size, zero in ((2, 0), (3, 2)):
-        run = make(DEEPSEEK, train={"freeze": SOME, "precision": "bf16"}, layout={"zero": zero})
+        run = make(DEEPSEEK, lanes=3, train={"freeze": SOME, "precision": "bf16"}, layout={"zero": zero})
         assert same_bits(on_ranks(size, traced, run, "")[0], one)
 
 

@@ -38,13 +38,13 @@ def test_what_is_no_layout_is_refused(text):
 )
 def test_the_broken_rule_is_named(axes, workers, model, words):
     with pytest.raises(UserError, match=words):
-        check(Layout.parse(axes), make(DENSE, **model), workers)
+        check(Layout.parse(axes), make(DENSE, lanes=4, **model), workers)
 
 
 def test_what_works_is_not_refused():
     for model in (DENSE, DEEPSEEK):
         for axes, workers in [("", 1), ("", 4), ("tp2", 8), ("tp4", 4), ("cp2.tp2", 4)]:
-            check(Layout.parse(axes), make(model), workers)
+            check(Layout.parse(axes), make(model, lanes=4), workers)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_no_schedule_changes_a_bit(model):
         (DEEPSEEK, "pp2", 4, "", {"schedule": "zbv", "zero": 2}, {"lanes": 5, "tie_embeddings": True}),
         (DENSE, "pp2.tp2", 4, "tp2", {"schedule": "interleaved-zb"}, {"layers": 5}),
         (DEEPSEEK, "pp2.cp2", 4, "cp2", {"schedule": "1f1b"}, {"lanes": 2, "tie_embeddings": True}),
-        (DENSE, "pp4", 4, "", {"schedule": "dualpipev"}, {"layers": 9, "train": {"precision": "bf16"}}),
+        (DENSE, "pp4", 4, "", {"schedule": "dualpipev"}, {"lanes": 4, "layers": 9, "train": {"precision": "bf16"}}),
         (DENSE, "pp2", 2, "", {"schedule": "looped-bfs", "chunks": 3, "stages": (1, 2, 1, 1, 1, 1)}, {"layers": 7}),
         (DENSE, "pp2", 2, "", {"stages": (1, 3)}, {}),
         (DENSE, "", 3, "", {}, {"lanes": 5, "tie_embeddings": True}),  # no pipeline, but the two uses kept apart

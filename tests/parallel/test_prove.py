@@ -37,7 +37,7 @@ def proven(rank, size, run, axes, fault=None):
     ("model", "axes", "size", "settings"),
     [
         (DENSE | {"layers": 4, "tie_embeddings": True}, "pp2", 4, {"layout": {"schedule": "zbv"}}),
-        (DEEPSEEK, "tp2", 4, {"train": {"freeze": ["*.bias", "layers.0.*"]}}),
+        (DEEPSEEK, "tp2", 4, {"train": {"freeze": ["layers.0.*"]}}),
     ],
 )
 def test_what_is_right_passes(model, axes, size, settings):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -54,10 +54,20 @@ def shard(model: LanguageModel, mesh: Mesh, dtype: torch.dtype, offload: bool) -
         sharded.set_force_sum_reduction_for_comms(True)
         sharded.set_custom_reduce_scatter(_SumInRankOrder())  # type: ignore[arg-type]
         sharded.set_custom_all_gather(_Gather())  # type: ignore[arg-type]
+        if mesh.size["pp"] > 1:  # a stage's weights serve all microbatches of a step: gathered once
+            sharded.set_reshard_after_forward(False)
+            sharded.set_reshard_after_backward(False)
     if mesh.size["pp"] > 1:  # a pipeline's stage calls this instead of the module
         register_fsdp_forward_method(model, "part")
     # It warns of outputs that are views, which must not be written in place. The models write nothing in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
+
+
+def drop_gathered(model: nn.Module) -> None:
+    """After a step of a pipeline: keep only the shards, which are about to change."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 class _Allocates:

@@ -19,6 +19,7 @@ from lanewise.config import Run
 from lanewise.lanes.reducer import Reducer
 from lanewise.models.base import LanguageModel
 from lanewise.models.spec import Output
+from lanewise.parallel.fsdp import drop_gathered
 from lanewise.parallel.mesh import Mesh
 from lanewise.parallel.stages import SINGLE, cut, recomputes, turns_back
 
@@ -115,6 +116,8 @@ class Pipeline:
         target = numbers if any(part.ends for part in self.stages.values()) else None
         step = self.schedules[name, count, train].step
         step(number=numbers, target=target, return_outputs=False)
+        for part in self.stages.values():
+            drop_gathered(part)
         for microbatch, made in zip(microbatches, self.made[::order], strict=True):
             report(microbatch, *made)
 
