@@ -1,4 +1,4 @@
-"""The peers of layouts.py: the same models, spread over processes the way one would by hand, out of public parts of torch.
+"""The peers of layouts.py: the same models, spread over processes as one would by hand, out of public parts of torch.
 
 A dense model is written out here and starts from our weights; experts are in our own DeepSeek modules, of which only
 the dispatch is replaced. Axes of degree 1 cost nothing.

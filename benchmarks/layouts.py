@@ -4,11 +4,11 @@
     python benchmarks/layouts.py --only tp4 pp2.fsdp2 --rounds 20
 
 Both train the same model from the same weights on the same 8 x 256 tokens a step in the same microbatches (fp32, one
-thread a process), and must report the same losses and gradient norms. Tokens/s: both live in the same processes and take
-turns; the ratio is the median over rounds. Peak memory: each alone in fresh processes, the highest resident set of a rank
-in its steps above what the process had before the model. Bytes: what went over the loopback device in those steps, all
-ranks together, headers included; the device is one of a network namespace of its own (where the system allows that: else
-bytes are not measured). The minimum is explained at `least_bytes`.
+thread a process), and must report the same losses and gradient norms. Tokens/s: both live in the same processes and
+take turns; the ratio is the median over rounds. Peak memory: each alone in fresh processes, the highest resident set of
+a rank in its steps above what the process had before the model. Bytes: what went over the loopback device in those
+steps, all ranks together, headers included; the device is one of a network namespace of its own (where the system does
+not allow that, bytes are not measured). The minimum is explained at `least_bytes`.
 """
 
 import argparse
@@ -92,7 +92,7 @@ def ours(run: config.Run, layout: Layout, rank: int) -> by_hand.Step:
 
 @dataclass
 class Found:
-    """One rank's. losses: this rank's part of the step's loss; rows: that left it for other ranks' experts, per step."""
+    """One rank's. losses: its part of the first steps' losses; rows: that left it for others' experts, per step."""
 
     times: dict[str, list[float]] = field(default_factory=dict)
     losses: dict[str, list[float]] = field(default_factory=dict)
@@ -232,7 +232,7 @@ def least_bytes(layout: Layout, run: config.Run, rows: float) -> float:
 
 
 def agree(results: list[Found]) -> None:
-    """Raises AssertionError unless both reported the same losses and norms: the same function, gradients and updates."""
+    """Raises AssertionError unless both reported the same losses and norms: same function, gradients and updates."""
     for step in range(WARM):
         losses = [sum(result.losses[name][step] for result in results) for name in (OURS, BY_HAND)]
         norms = [result.norms[name][step] for result in results for name in (OURS, BY_HAND)]
@@ -261,7 +261,7 @@ def measure(axes: str, rounds: int) -> None:
 def isolate() -> None:
     """Start again in a network namespace in which nobody else sends, if there may be one."""
     enter = ["unshare", "--net", "--map-root-user"]
-    if shutil.which("unshare") and not subprocess.run([*enter, "ip", "link"], capture_output=True).returncode:
+    if shutil.which("unshare") and subprocess.call([*enter, "ip", "link"], stdout=subprocess.DEVNULL) == 0:
         again = ["sh", "-c", 'ip link set lo up && exec "$@"', "sh", sys.executable, *sys.argv]
         os.execvpe(enter[0], [*enter, *again], os.environ | {ISOLATED: "yes", "TORCH_CPP_LOG_LEVEL": "ERROR"})
     print("no network namespace of our own to be had: bytes are not measured")
