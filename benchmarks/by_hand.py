@@ -14,7 +14,7 @@ Then the gradient norm, clipping, and fused AdamW.
 
 import warnings
 from collections.abc import Callable
-from functools import partial
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -193,32 +193,28 @@ def dense(run: Run, layout: Layout) -> Step:
         x = x.unflatten(0, (count, size))[:, fsdp * rows : (fsdp + 1) * rows].flatten(0, 1)
         return x.chunk(layout.cp, dim=1)[cp]
 
-    def passes(tokens: Tensor, labels: Tensor) -> list[Tensor]:
-        losses = [loss_of(trained(x), y) for x, y in zip(tokens.chunk(count), labels.chunk(count), strict=True)]
-        for loss in losses:
-            loss.backward()
+    def one_by_one(tokens: Tensor, labels: Tensor) -> list[Tensor]:
+        losses = []
+        for x, y in zip(tokens.chunk(count), labels.chunk(count), strict=True):
+            losses.append(loss_of(trained(x), y))
+            losses[-1].backward()
         return losses
 
+    def piped(tokens: Tensor, labels: Tensor) -> list[Tensor]:
+        losses: list[Tensor] = []
+        given = (tokens,) if pp == 0 else ()
+        wanted = {"target": labels, "losses": losses} if pp == layout.pp - 1 else {}
+        schedule.step(*given, **wanted, return_outputs=False)
+        return losses
+
+    passes = one_by_one
     if layout.pp > 1:
         stage = PipelineStage(trained, pp, layout.pp, torch.device("cpu"), group=mesh.get_group("pp"))
         schedule = Schedule1F1B(stage, count, loss_fn=loss_of, scale_grads=False)
-
-        def passes(tokens: Tensor, labels: Tensor) -> list[Tensor]:
-            losses: list[Tensor] = []
-            last = pp == layout.pp - 1
-            schedule.step(
-                *((tokens,) if pp == 0 else ()),
-                target=labels if last else None,
-                losses=losses if last else None,
-                return_outputs=False,
-            )
-            return losses
+        passes = piped
 
     def step(tokens: Tensor, labels: Tensor) -> tuple[float, float]:
-        if layout.tp > 1:
-            with loss_parallel():
-                losses = passes(share(tokens), share(labels))
-        else:
+        with loss_parallel() if layout.tp > 1 else nullcontext():
             losses = passes(share(tokens), share(labels))
         norm = clip(run, parameters, mesh.get_group("pp") if layout.pp > 1 else None)
         optimizer.step()
@@ -308,12 +304,9 @@ def experts(run: Run, layout: Layout) -> tuple[Step, Dispatch]:
 # ------------------------------------------------------------------------------------------------------------- for both
 
 
-adamw_settings = partial(torch.optim.AdamW, fused=True)
-
-
 def adamw(run: Run, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    given = run.optimizer
-    return adamw_settings(parameters, lr=given.lr, betas=given.betas, eps=given.eps, weight_decay=given.weight_decay)
+    o = run.optimizer
+    return torch.optim.AdamW(parameters, o.lr, o.betas, o.eps, o.weight_decay, fused=True)
 
 
 def clip(run: Run, parameters: list[nn.Parameter], pp: dist.ProcessGroup | None) -> float:

@@ -46,7 +46,7 @@ from lanewise.replica import Replica
 LAYOUTS = [f"{axis}{n}" for n in (4, 8) for axis in ("tp", "pp", "fsdp", "cp", "ep")]
 LAYOUTS[5:5] = ["pp2.tp2", "fsdp2.tp2", "pp2.fsdp2"]
 LAYOUTS += ["pp2.fsdp2.tp2", "fsdp2.cp2.tp2"]
-SEQUENCES, LENGTH, WARM, COUNTED = 8, 256, 3, 5
+SEQUENCES, LENGTH, WARM, COUNTED = 8, 256, 3, 2
 OURS, BY_HAND = "ours", "by hand"
 ISOLATED = "LAYOUTS_ISOLATED"  # environment: this process has a network namespace of its own
 
