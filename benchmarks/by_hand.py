@@ -12,6 +12,7 @@ the dispatch is replaced. Axes of degree 1 cost nothing.
 Then the gradient norm, clipping, and fused AdamW.
 """
 
+import logging
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -45,6 +46,7 @@ from lanewise.parallel.layout import Layout
 from lanewise.parallel.stages import stages
 
 warnings.filterwarnings("ignore", "torch.distributed.nn.functional", FutureWarning)
+logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # that a norm over two axes takes two steps
 
 Step = Callable[[Tensor, Tensor], tuple[float, float]]
 
@@ -175,7 +177,8 @@ def dense(run: Run, layout: Layout) -> Step:
         fully_shard(model, mesh=data)
     trained: nn.Module = model
     if layout.cp > 1 and layout.fsdp == 1:
-        trained = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+        own = {"init_sync": False, "broadcast_buffers": False}  # buffers are of this rank's positions
+        trained = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True, **own)
     parameters = list(model.parameters())
     optimizer = adamw(run, parameters)
 
