@@ -65,8 +65,7 @@ class Attention(nn.Module):
         self.q, self.k, self.v = (nn.Linear(config.hidden, width, bias=False) for _ in range(3))
         self.o = nn.Linear(width, config.hidden, bias=False)
         if cp is not None:
-            seen = torch.ones(length, tokens, dtype=torch.bool).tril(first)
-            self.register_buffer("seen", seen, persistent=False)
+            self.seen = torch.ones(length, tokens, dtype=torch.bool).tril(first)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = (p(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for p in (self.q, self.k, self.v))
@@ -121,8 +120,7 @@ class Dense(nn.Module):
         self.head = nn.Linear(config.hidden, config.vocab_size, bias=False) if ends else None
         powers = config.rope_theta ** (-torch.arange(0, config.head_size, 2) / config.head_size)
         angles = torch.outer(torch.arange(part * length, (part + 1) * length), powers).repeat(1, 2)
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
+        self.cos, self.sin = angles.cos(), angles.sin()  # no buffers: DistributedDataParallel would make them equal
 
     def forward(self, x: Tensor) -> Tensor:
         if self.embed is not None:
@@ -177,8 +175,7 @@ def dense(run: Run, layout: Layout) -> Step:
         fully_shard(model, mesh=data)
     trained: nn.Module = model
     if layout.cp > 1 and layout.fsdp == 1:
-        own = {"init_sync": False, "broadcast_buffers": False}  # buffers are of this rank's positions
-        trained = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True, **own)
+        trained = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
     parameters = list(model.parameters())
     optimizer = adamw(run, parameters)
 
