@@ -6,9 +6,9 @@
 Both train the same model from the same weights on the same 8 x 256 tokens a step in the same microbatches (fp32, one
 thread a process), and must report the same losses and gradient norms. Tokens/s: both live in the same processes and
 take turns; the ratio is the median over rounds. Peak memory: each alone in fresh processes, the highest resident set of
-a rank in its steps above what the process had before the model. Bytes: what went over the loopback device in those
-steps, all ranks together, headers included; the device is one of a network namespace of its own (where the system does
-not allow that, bytes are not measured). The minimum is explained at `least_bytes`.
+a rank in its steps above what the process had before the model. Bytes: what went over the loopback device in a step,
+all ranks together, headers included; the device is one of a network namespace of its own (where the system does not
+allow that, bytes are not measured). The minimum is explained at `least_bytes`.
 """
 
 import argparse
@@ -46,7 +46,7 @@ from lanewise.replica import Replica
 LAYOUTS = [f"{axis}{n}" for n in (4, 8) for axis in ("tp", "pp", "fsdp", "cp", "ep")]
 LAYOUTS[5:5] = ["pp2.tp2", "fsdp2.tp2", "pp2.fsdp2"]
 LAYOUTS += ["pp2.fsdp2.tp2", "fsdp2.cp2.tp2"]
-SEQUENCES, LENGTH, WARM, COUNTED = 8, 256, 3, 2
+SEQUENCES, LENGTH, FIRST = 8, 256, 3
 OURS, BY_HAND = "ours", "by hand"
 ISOLATED = "LAYOUTS_ISOLATED"  # environment: this process has a network namespace of its own
 
@@ -92,14 +92,15 @@ def ours(run: config.Run, layout: Layout, rank: int) -> by_hand.Step:
 
 @dataclass
 class Found:
-    """One rank's. losses: its part of the first steps' losses; rows: that left it for others' experts, per step."""
+    """One rank's, by variant. losses: its part of each first step's loss. sent: bytes by all ranks in the last of them;
+    rows: that left this rank for others' experts in it."""
 
-    times: dict[str, list[float]] = field(default_factory=dict)
     losses: dict[str, list[float]] = field(default_factory=dict)
     norms: dict[str, list[float]] = field(default_factory=dict)
+    sent: dict[str, int] = field(default_factory=dict)
+    times: dict[str, list[float]] = field(default_factory=dict)
+    rows: int = 0
     peak: float = 0.0
-    sent: float = 0.0
-    rows: float = 0.0
 
 
 def work(rank: int, axes: str, names: list[str], rounds: int, port: int, listener: Any, pipe: Any) -> None:
@@ -124,12 +125,17 @@ def work(rank: int, axes: str, names: list[str], rounds: int, port: int, listene
     forget_peak()
     found = Found()
     for name, step in steps.items():
-        pairs = [step(tokens, labels) for _ in range(WARM)]
-        found.losses[name], found.norms[name] = (list(values) for values in zip(*pairs, strict=True))
-        found.times[name] = []
-    if len(names) == 1:
-        _count(found, steps[names[0]], dispatch, tokens, labels)
-        found.peak = resident_mb("VmHWM") - before
+        found.losses[name], found.norms[name], found.times[name] = [], [], []
+        for _ in range(FIRST):
+            sent, rows = loopback_bytes(), dispatch.sent if dispatch else 0
+            dist.barrier()  # so that none sends before all have read; barriers' own bytes are few
+            loss, norm = step(tokens, labels)
+            dist.barrier()
+            found.sent[name], found.rows = loopback_bytes() - sent, dispatch.sent - rows if dispatch else 0
+            dist.barrier()
+            found.losses[name].append(loss)
+            found.norms[name].append(norm)
+    found.peak = resident_mb("VmHWM") - before
     for _ in range(rounds):
         for name, step in steps.items():
             dist.barrier()
@@ -138,20 +144,6 @@ def work(rank: int, axes: str, names: list[str], rounds: int, port: int, listene
             dist.barrier()
             found.times[name].append(time.perf_counter() - start)
     pipe.send(found)
-    dist.barrier()
-
-
-def _count(found: Found, step: by_hand.Step, dispatch: by_hand.Dispatch | None, tokens: Tensor, labels: Tensor) -> None:
-    """Bytes and rows of a step. Barriers keep the others out of what is read; their own bytes are few."""
-    rows = dispatch.sent if dispatch else 0
-    dist.barrier()
-    sent = loopback_bytes()
-    dist.barrier()
-    for _ in range(COUNTED):
-        step(tokens, labels)
-    dist.barrier()
-    found.sent = (loopback_bytes() - sent) / COUNTED
-    found.rows = (dispatch.sent - rows) / COUNTED if dispatch else 0
     dist.barrier()
 
 
@@ -233,7 +225,7 @@ def least_bytes(layout: Layout, run: config.Run, rows: float) -> float:
 
 def agree(results: list[Found]) -> None:
     """Raises AssertionError unless both reported the same losses and norms: same function, gradients and updates."""
-    for step in range(WARM):
+    for step in range(FIRST):
         losses = [sum(result.losses[name][step] for result in results) for name in (OURS, BY_HAND)]
         norms = [result.norms[name][step] for result in results for name in (OURS, BY_HAND)]
         assert isclose(*losses, rel_tol=1e-5), f"step {step}: losses {losses}"
@@ -243,18 +235,16 @@ def agree(results: list[Found]) -> None:
 def measure(axes: str, rounds: int) -> None:
     both = on_ranks(axes, [OURS, BY_HAND], rounds)
     agree(both)
-    alone = {name: on_ranks(axes, [name], 0) for name in (OURS, BY_HAND)}
-    times = both[0].times  # barriers on both sides: every rank measures the same
+    peak = [max(rank.peak for rank in on_ranks(axes, [name], 0)) for name in (OURS, BY_HAND)]
+    times, sent = both[0].times, both[0].sent  # barriers on both sides: every rank measures the same
     speed = [SEQUENCES * LENGTH / statistics.median(times[name]) for name in (OURS, BY_HAND)]
     ratio = statistics.median(b / a for a, b in zip(times[OURS], times[BY_HAND], strict=True))
-    peak = [max(rank.peak for rank in alone[name]) for name in (OURS, BY_HAND)]
     layout = Layout.parse(axes)
     line = f"{axes:15}{layout.size:6}{speed[0]:9,.0f}{speed[1]:9,.0f}{ratio:7.2f}{peak[0]:9.0f}{peak[1]:9.0f}"
     if ISOLATED in os.environ:
-        least = least_bytes(layout, settings(layout), sum(rank.rows for rank in alone[BY_HAND]))
-        sent = [alone[name][0].sent for name in (OURS, BY_HAND)]
-        line += f"{sent[0] / 1e6:10.1f}{sent[1] / 1e6:9.1f}{least / 1e6:9.1f}"
-        line += f"{sent[0] / least:8.3f}{sent[1] / least:9.3f}"
+        least = least_bytes(layout, settings(layout), sum(rank.rows for rank in both))
+        line += f"{sent[OURS] / 1e6:10.1f}{sent[BY_HAND] / 1e6:9.1f}{least / 1e6:9.1f}"
+        line += f"{sent[OURS] / least:8.3f}{sent[BY_HAND] / least:9.3f}"
     print(line, flush=True)
 
 
