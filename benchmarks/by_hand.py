@@ -6,7 +6,7 @@ the dispatch is replaced. Axes of degree 1 cost nothing.
     tp    parallelize_module with sequence parallel, loss_parallel
     fsdp  fully_shard of each block and of the rest; with cp on top of it the two-dimensional form
     pp    PipelineStage, Schedule1F1B
-    cp    keys and values gathered by a differentiable all-gather, the mask by hand, DistributedDataParallel
+    cp    keys and values gathered as DTensors, the mask by hand, DistributedDataParallel
     ep    a differentiable all_to_all_single, the other gradients all-reduced in one piece
 
 Then the gradient norm, clipping, and fused AdamW.
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -55,9 +55,9 @@ Step = Callable[[Tensor, Tensor], tuple[float, float]]
 
 
 class Attention(nn.Module):
-    """cp: the group that has the other positions, of which this rank's begin at `first`."""
+    """cp: the ranks that have the other positions, of which this rank's begin at `first`."""
 
-    def __init__(self, config: DenseModel, cp: dist.ProcessGroup | None, first: int, length: int, tokens: int) -> None:
+    def __init__(self, config: DenseModel, cp: DeviceMesh | None, first: int, length: int, tokens: int) -> None:
         super().__init__()
         width, kv_width = config.heads * config.head_size, config.kv_heads * config.head_size
         assert width == kv_width
@@ -73,9 +73,18 @@ class Attention(nn.Module):
         if self.cp is None:
             a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
-            k, v = (torch.cat(differentiable.all_gather(t, self.cp), dim=2) for t in (k, v))
+            k, v = (all_positions(t, self.cp) for t in (k, v))
             a = F.scaled_dot_product_attention(q, k, v, attn_mask=self.seen)
         return self.o(a.transpose(1, 2).flatten(2))
+
+
+def all_positions(x: Tensor, cp: DeviceMesh) -> Tensor:
+    """From each rank's positions, along dim 2, all of them; their gradients are summed on the way back.
+
+    Not torch.distributed.nn.functional.all_gather: on gloo its gradient was wrong, or an error in a part of the ranks.
+    """
+    whole = DTensor.from_local(x.contiguous(), cp, [Shard(2)]).redistribute(cp, [Replicate()])
+    return whole.to_local(grad_placements=[Partial()])
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -108,7 +117,7 @@ class Block(nn.Module):
 class Dense(nn.Module):
     """Some layers of the model: from tokens or states to states or logits. Named as ours, so that weights fit."""
 
-    def __init__(self, run: Run, layers: range, cp: dist.ProcessGroup | None, part: int, parts: int) -> None:
+    def __init__(self, run: Run, layers: range, cp: DeviceMesh | None, part: int, parts: int) -> None:
         super().__init__()
         config, tokens = run.model, run.batch.sequence_length
         assert isinstance(config, DenseModel)
@@ -160,8 +169,8 @@ def dense(run: Run, layout: Layout) -> Step:
         "cpu", (layout.pp, layout.cp, layout.fsdp, layout.tp), mesh_dim_names=("pp", "cp", "fsdp", "tp")
     )
     pp, cp, fsdp = (mesh.get_local_rank(axis) for axis in ("pp", "cp", "fsdp"))
-    group = mesh.get_group("cp") if layout.cp > 1 else None
-    model = Dense(run, stages(run.model, layout.pp)[pp], group, cp, layout.cp)
+    positions = mesh["cp"] if layout.cp > 1 else None
+    model = Dense(run, stages(run.model, layout.pp)[pp], positions, cp, layout.cp)
     ours = build(run.model)
     fill(ours, run.train.seed)
     weights = ours.state_dict()
@@ -175,7 +184,7 @@ def dense(run: Run, layout: Layout) -> Step:
         fully_shard(model, mesh=data)
     trained: nn.Module = model
     if layout.cp > 1 and layout.fsdp == 1:
-        trained = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+        trained = DistributedDataParallel(model, process_group=mesh.get_group("cp"), gradient_as_bucket_view=True)
     parameters = list(model.parameters())
     optimizer = adamw(run, parameters)
 
