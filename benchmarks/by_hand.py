@@ -81,8 +81,8 @@ class Attention(nn.Module):
 def all_positions(x: Tensor, cp: DeviceMesh) -> Tensor:
     """From each rank's positions, along dim 2, all of them; their gradients are summed on the way back.
 
-    Not torch.distributed.nn.functional.all_gather: on gloo (torch 2.13) its gradient is wrong where what flows back is a
-    permuted view, as attention's is, and an error in a group of only some ranks.
+    Not torch.distributed.nn.functional.all_gather: on gloo (torch 2.13) its gradient is wrong where what flows back is
+    a permuted view, as attention's is, and an error in a group of only some ranks.
     """
     whole = DTensor.from_local(x.contiguous(), cp, [Shard(2)]).redistribute(cp, [Replicate()])
     return whole.to_local(grad_placements=[Partial()])
