@@ -1,0 +1,166 @@
+"""How good the planner's predictions are, on published runs and on runs of this machine.
+
+    python benchmarks/planner.py --tables FOLDER           published_runs.csv, single_node_a100.csv, published_memory.csv
+    python benchmarks/planner.py --tables FOLDER --fit     fits the time model's constants and the correction anew
+
+Published runs are scored with all runs of the same source left out ("source"), and with all of the same publisher left
+out ("publisher", the word before the first blank): the second is what to expect of somebody new. Beside it stands the
+predictor that knows only a mean MFU for each device and precision, under the same rules.
+"""
+
+import argparse
+import datetime
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+
+from lanewise.planner import correction, cost
+from lanewise.planner.published import analytic, described, peak_memory, summary
+from lanewise.planner.table import Case, Refused, read_table
+
+EVERY = 5  # of the runs on one node, which are many and alike, one in so many is learned from
+
+
+def cases(path: Path, needs: str) -> tuple[list[Case], list[tuple[str, str]]]:
+    found, refused = [], []
+    for cells, case in read_table(path, needs):
+        if isinstance(case, Refused):
+            refused.append((cells["id"], str(case)))
+        elif needs == "peak_mem_GB" or case.step_time is not None:
+            found.append(case)
+    return found, refused
+
+
+def publisher(source: str) -> str:
+    return source.split(" [")[0].split()[0]
+
+
+def line(name: str, errors: Sequence[float], extra: str = "") -> None:
+    s = summary(errors)
+    print(f"{name:44}{s['scored']:6}{s['median']:9.1%}{s['p90']:9.1%}{s['worst']:9.0%}  {extra}")
+
+
+def runs(folder: Path) -> None:
+    found, refused = cases(folder / "published_runs.csv", "step_time_s_derived")
+    single, _ = cases(folder / "single_node_a100.csv", "step_time_s_derived")
+    print(f"\n{'step time, absolute relative error':44}{'runs':>6}{'median':>9}{'p90':>9}{'worst':>9}")
+    for title, group in (("source", lambda s: s), ("publisher", publisher)):
+        learned = found + single[::EVERY]
+        ratio, x = ratios(learned)
+        groups = [group(case.source) for case in learned]
+        off, deviation = correction.held_out(x, ratio, groups)
+        errors = np.abs(np.exp(-off) - 1)[: len(found)]
+        spread = correction.shipped().spread
+        inside = np.mean(np.abs(off[: len(found)]) <= spread * deviation[: len(found)])
+        line(f"planner, {title} left out", errors, f"80% interval holds {inside:.0%}")
+        line(f"constant MFU, {title} left out", constant_mfu(found, group))
+        if title == "source":
+            worst = np.argsort(-errors)[:10]
+    ratio, x = ratios(single)
+    held, _ = correction.held_out(np.concatenate((x[::EVERY], ratios(found)[1])), np.concatenate((ratio[::EVERY], ratios(found)[0])), ["one node"] * len(x[::EVERY]) + [publisher(c.source) for c in found])  # fmt: skip
+    line("one A100 node, its publisher left out", np.abs(np.exp(-held[: len(x[::EVERY])]) - 1))
+    line("one A100 node, analytic alone", np.abs(np.exp(-ratio) - 1))
+    line("published, analytic alone", np.abs(np.exp(-ratios(found)[0]) - 1))
+    print(f"\nrefused: {len(refused)}, for: {sorted({reason for _, reason in refused})}")
+    print("\nthe ten worst")
+    for i in worst:
+        case, time = found[i], analytic(found[i])
+        parts = sorted(((float(getattr(time, f.name)) / float(time.total), f.name) for f in fields(time)), reverse=True)
+        shares = ", ".join(f"{name} {share:.0%}" for share, name in parts[:3])
+        print(f"  {case.id:14}{errors[i]:7.0%}  {case.cluster} {case.precision}, {case.step_time:.3g} s; {shares}")
+
+
+def ratios(found: Sequence[Case]) -> tuple[np.ndarray, np.ndarray]:
+    """log(measured / analytic) [n], features [n, F]."""
+    times = [analytic(case) for case in found]
+    ratio = [np.log(case.step_time / float(time.total)) for case, time in zip(found, times, strict=True)]
+    return np.array(ratio), np.array([described(case, time) for case, time in zip(found, times, strict=True)])
+
+
+def constant_mfu(found: Sequence[Case], group: Callable[[str], str]) -> list[float]:
+    rate = np.array([c.model.step_flops(c.sequence, c.batch * c.sequence) / c.cluster.devices / c.step_time for c in found])
+    kinds = np.array([f"{c.cluster.device.name} {c.precision}" for c in found])
+    groups = np.array([group(c.source) for c in found])
+    errors = []
+    for i in range(len(found)):
+        others = groups != groups[i]
+        alike = others & (kinds == kinds[i])
+        errors.append(abs(rate[i] / np.median(rate[alike if alike.any() else others]) - 1))
+    return errors
+
+
+def memory(folder: Path) -> None:
+    found, _ = cases(folder / "published_memory.csv", "peak_mem_GB")
+    print(f"\n{'peak memory, absolute relative error':44}{'rows':>6}{'median':>9}{'p90':>9}{'worst':>9}")
+    for title, told in (("allocator", True), ("nvidia-smi", False)):
+        rows = [c for c in found if c.memory_GB and ("smi" not in c.memory_kind) == told]
+        line(f"{title}-reported", [abs(peak_memory(c) / 1e9 / c.memory_GB - 1) for c in rows])
+
+
+def fit(folder: Path) -> None:
+    """Rates first, then the correction of what they leave."""
+    from scipy.optimize import least_squares
+
+    found, _ = cases(folder / "published_runs.csv", "step_time_s_derived")
+    single, _ = cases(folder / "single_node_a100.csv", "step_time_s_derived")
+    learned = found + single[:: 2 * EVERY]
+    target = np.log([case.step_time for case in learned])
+    _, which, count = np.unique([case.source for case in learned], return_inverse=True, return_counts=True)
+    weight = count[which] ** -0.25
+    names = [f.name for f in fields(cost.Rates)]
+    shares = {"hidden_tensor", "hidden_expert", "hidden_data", "seen", "network", "link", "products", "attention", "head"}
+    prior = {kind: [getattr(rates, name) for name in names] for kind, rates in cost.calibrated().items()}
+
+    def rates(p: np.ndarray) -> dict[str, cost.Rates]:
+        made = {}
+        for kind, values in prior.items():
+            moved = dict(zip(names, np.asarray(values) * np.exp(p[: len(names)]), strict=True))
+            made[kind] = cost.Rates(**{k: min(v, 0.95) if k in shares else v for k, v in moved.items()})
+        return made | {"eager": replace(made["eager"], launch=made["eager"].launch * float(np.exp(p[-1])))}
+
+    def off(p: np.ndarray) -> np.ndarray:
+        by_kind = rates(p)
+        times = [step_time(case, by_kind["eager" if case.precision == "fp16" else "fused"]) for case in learned]
+        e = (np.log(times) - target) / 0.1
+        return np.concatenate((weight * 0.1 * np.sign(e) * np.sqrt(2 * (np.sqrt(1 + e**2) - 1)), 0.15 * p))
+
+    best = least_squares(off, np.zeros(len(names) + 1), max_nfev=8, diff_step=0.02).x
+    today = datetime.date.today()
+    text = [
+        f"# Constants of the time model, fitted by `benchmarks/planner.py --fit` on {today} to {len(found)} published runs "
+        f"and {len(learned) - len(found)} of one A100 node:",
+        "# robust least squares on the logarithm of the step time, from the constants before.",
+    ]
+    notes = {"fused": "bf16 and narrower: fused attention", "eager": "fp16: before fused attention"}
+    for kind, made in rates(best).items():
+        text += ["", f"[{kind}] # {notes[kind]}", *(f"{name} = {getattr(made, name):.3g}" for name in names)]
+    (Path(cost.__file__).parent / "rates.toml").write_text("\n".join(text) + "\n", encoding="utf-8")
+    cost.calibrated.cache_clear()
+
+    learned = found + single[::EVERY]
+    ratio, x = ratios(learned)
+    about = {"fitted": str(today), "runs": len(learned), "method": "Gaussian process with inducing points"}
+    correction.fit(x, ratio, [case.source for case in learned], about).save(correction.SHIPPED)
+    correction.shipped.cache_clear()
+
+
+def step_time(case: Case, rates: cost.Rates) -> float:
+    return float(cost.step_time(case.model, case.choice, case.sequence, case.cluster, case.precision, rates).total)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tables", type=Path, help="folder of the published tables")
+    parser.add_argument("--fit", action="store_true", help="fit constants and correction, and write them")
+    arguments = parser.parse_args()
+    if arguments.tables is not None:
+        if arguments.fit:
+            fit(arguments.tables)
+        runs(arguments.tables)
+        memory(arguments.tables)
+
+
+if __name__ == "__main__":
+    main()
