@@ -14,7 +14,7 @@ from lanewise.planner.choice import SCHEDULES, Choice, Number
 from lanewise.planner.model import Transformer
 
 WAVE = tuple(SCHEDULES.index(name) for name in ("zbv", "dualpipev"))
-ALL_IN_FLIGHT = tuple(SCHEDULES.index(name) for name in ("gpipe", "looped-bfs"))
+ALL = tuple(SCHEDULES.index(name) for name in ("gpipe", "looped-bfs"))
 ZERO_BUBBLE = SCHEDULES.index("interleaved-zb")
 
 
@@ -23,8 +23,8 @@ class Engine:
     """How a training engine stores things, in bytes per parameter and shares.
 
     gradient: kept over the step; optimizer: masters and moments; logits: bytes per logit at the peak, or 0 where the
-    loss is computed in chunks, of `chunk` logits; slack: allocator's waste, a share of activations; context: outside
-    the allocator's books.
+    loss is computed in chunks, of `chunk` logits; spread: whether what a recomputed block keeps is cut by tp; activations: kept, over those that a fully fused block keeps; slack:
+    allocator's waste, a share of activations; context: outside the allocator's books.
     """
 
     weight: float = 2.0
@@ -32,6 +32,8 @@ class Engine:
     optimizer: float = 12.0
     logits: float = 0.0
     chunk: float = 2.0**21
+    spread: bool = True
+    activations: float = 1.0
     slack: float = 0.03
     buffers: float = 0.3e9
     context: float = 0.0
@@ -65,10 +67,12 @@ def in_flight(choice: Choice, stage: Number) -> Number:
     # zero-bubble keeps what weight gradients need for a while longer; the V-shaped ones fill all ranks alike
     held = np.where(choice.schedule == ZERO_BUBBLE, np.minimum(count, pp), held)
     held = np.where(np.isin(choice.schedule, WAVE), np.minimum(count, pp), held)
-    return np.where(np.isin(choice.schedule, ALL_IN_FLIGHT), count, held)
+    return np.where(np.isin(choice.schedule, ALL), count, held)
 
 
-def saved(model: Transformer, choice: Choice, sequence: int, recompute: Number) -> Number:
+def saved(
+    model: Transformer, choice: Choice, sequence: int, recompute: Number, spread: bool = True
+) -> Number:
     """Bytes that one block keeps of one microbatch for its backward, on one rank; two bytes an element."""
     tokens = choice.micro * sequence / choice.cp
     H, tp = model.hidden, choice.tp
@@ -77,13 +81,13 @@ def saved(model: Transformer, choice: Choice, sequence: int, recompute: Number) 
     else:
         inner = model.heads * (2 * model.head_dim + 2 * model.v_dim) + 2 * (sum(model.latent) + model.latent[0])
     routed = model.routed_layers / model.layers
-    dense = (model.matrices - 1) * model.ffn + (model.matrices - 2) * 0 + model.ffn
+    dense = model.matrices * model.ffn  # what goes into the activation, and what comes out
     experts = (model.top_k / choice.expert_tp + model.shared / tp) * tp * (model.matrices * model.expert_ffn)
     moved = (2.0 * model.top_k * H + 4 * model.experts) * tp / choice.expert_tp
     per_token = 4 * H + inner + (1 - routed) * dense + routed * (experts + moved) + 2 * H
     whole = 2.0 * tokens * per_token / tp
     products = 2.0 * tokens * (2 * H + inner + (1 - routed) * (model.matrices - 1) * model.ffn + routed * moved) / tp
-    entry = 2.0 * tokens * H / tp
+    entry = 2.0 * tokens * H / (tp if spread else 1)
     return np.select([recompute == 0, recompute == 1], [whole, products], entry)
 
 
@@ -121,9 +125,9 @@ def _stage(model: Transformer, choice: Choice, sequence: int, engine: Engine, pl
 
     stage = np.where(place == 0, 0, choice.pp - 1)
     flight = in_flight(choice, stage)
-    kept = saved(model, choice, sequence, choice.recompute)
+    kept = saved(model, choice, sequence, choice.recompute, engine.spread)
     working = np.where(choice.recompute > 0, saved(model, choice, sequence, 0 * choice.recompute), 0.0)
-    activations = (blocks * kept * flight + working) * (1 + engine.slack)
+    activations = (blocks * kept * flight + working) * engine.activations * (1 + engine.slack)
     tokens = choice.micro * sequence / choice.cp
     row = model.vocab / choice.tp
     logits = np.where(engine.logits > 0, tokens * row * engine.logits, np.minimum(tokens * row, np.maximum(engine.chunk, 128 * row)) * 10.0)

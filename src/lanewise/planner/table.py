@@ -90,8 +90,8 @@ def complete(cells: dict[str, str]) -> Case:
         count = 4.0 * pp if pp > 1 else 1.0
         batch = data * (micro if micro > 0 else 1) * count
     if not micro > 0:
-        # as large as a usual microbatch is, about 8192 tokens a rank, as the batch allows
-        micro = min(max(1.0, 8192 // sequence), max(batch / data / (2 * pp if pp > 1 else 1), 1))
+        # one sequence in a pipeline, else about 8192 tokens, as the batch allows
+        micro = 1.0 if pp > 1 else min(max(1.0, 8192 // sequence), max(batch / data, 1))
     count = max(batch / (data * micro), 1.0)
     micro = batch / (data * count) if count == 1.0 else micro
     zero = number("zero_stage", 1 if data > 1 else 0)

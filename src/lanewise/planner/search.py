@@ -1,0 +1,225 @@
+"""Every layout that a run allows on a cluster, costed at once, and the best of those that fit. Deterministic."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from math import gcd
+from typing import Any
+
+import numpy as np
+
+from lanewise.config import Layout as LayoutSettings
+from lanewise.config import Run
+from lanewise.planner.choice import RECOMPUTE, SCHEDULES, Choice, Floats
+from lanewise.planner.cluster import Cluster
+from lanewise.planner.correction import shipped
+from lanewise.planner.cost import Rates, Time, step_time
+from lanewise.planner.features import features
+from lanewise.planner.memory import OURS, Engine, Memory, memory
+from lanewise.planner.model import Transformer, describe
+from lanewise.parallel.layout import MISSING, Layout
+
+SHORTLIST = 256  # layouts that the learned correction looks at, the fastest by the analytic model
+USABLE = 0.94  # of a device's memory: the rest fragments
+UNSURE = (0.8, 1.3)  # p10 and p90 where nothing like it was learned from
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One layout with what it costs. time: seconds by part, `correction` the learned one; memory: bytes by part."""
+
+    layout: Layout
+    replicas: int
+    micro: int  # sequences of a microbatch on one rank
+    count: int  # microbatches of a step on one rank
+    recompute: str
+    schedule: str
+    chunks: int
+    zero: int
+    time: dict[str, float]
+    memory: dict[str, float]
+    low: float
+    high: float
+    extrapolates: bool
+
+    @property
+    def step(self) -> float:
+        return sum(self.time.values())
+
+    @property
+    def bytes(self) -> float:
+        return sum(self.memory.values())
+
+    @property
+    def name(self) -> str:
+        parts = [str(self.layout) or "one rank a replica", f"x{self.replicas}"]
+        return " ".join(parts)
+
+
+@dataclass(frozen=True)
+class Space:
+    """All candidates of a search, and which of them fit."""
+
+    run: Run
+    model: Transformer
+    cluster: Cluster
+    choice: Choice
+    replicas: Floats
+    memory: Memory
+    fits: Any
+    precision: str
+    rates: Rates | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.fits)
+
+
+def pipeline_schedules() -> tuple[str, ...]:
+    """Those that a run file can ask for."""
+    return SCHEDULES if "schedule" in LayoutSettings.model_fields else ("1f1b",)
+
+
+def candidates(run: Run, model: Transformer, devices: int, fast: int) -> tuple[Choice, Floats]:
+    """Choices (arrays) that divide the devices and that the run's model and batch allow, and their replicas."""
+    rows = list(_degrees(run, model, devices, fast))
+    if not rows:
+        return Choice(), np.zeros(0)
+    pp, fsdp, cp, ep, tp, replicas, micro, count = np.array(rows, dtype=float).T
+    kinds = [
+        (recompute, SCHEDULES.index(schedule), chunks, zero)
+        for recompute in range(len(RECOMPUTE))
+        for schedule in pipeline_schedules()
+        for chunks in _chunks(schedule)
+        for zero in (0, 1, 2)
+    ]
+    n, k = len(rows), len(kinds)
+    recompute, schedule, chunks, zero = np.array(kinds).T
+
+    def each(a: Floats) -> Floats:
+        return np.repeat(a, k)
+
+    def every(a: Floats) -> Floats:
+        return np.tile(a, n)
+
+    choice = Choice(
+        data=each(replicas * fsdp * ep),
+        fsdp=each(fsdp),
+        pp=each(pp),
+        cp=each(cp),
+        ep=each(ep),
+        tp=each(tp),
+        expert_tp=each(tp),
+        chunks=every(chunks),
+        micro=each(micro),
+        count=each(count),
+        recompute=every(recompute),
+        schedule=every(schedule),
+        zero=every(zero),
+    )
+    piped = choice.pp > 1
+    keep = np.where(piped, choice.pp * choice.chunks <= model.layers, (choice.schedule == 0) & (choice.chunks == 1))
+    keep &= (choice.zero == 0) | (choice.data * choice.cp / choice.fsdp > 1)
+    keep &= (choice.zero != 0) | (choice.data * choice.cp / choice.fsdp == 1) | (choice.zero == 0)
+    looped = choice.chunks > 1
+    keep &= ~looped | (choice.count % choice.pp == 0)  # a looped schedule goes round in whole rounds
+    return choice.at(np.flatnonzero(keep)), each(replicas)[keep]
+
+
+def _chunks(schedule: str) -> Sequence[int]:
+    return {"1f1b": (1,), "gpipe": (1,), "zbv": (2,), "dualpipev": (2,)}.get(schedule, (2, 3, 4, 6, 8))
+
+
+def _degrees(run: Run, model: Transformer, devices: int, fast: int) -> Iterator[tuple[int, ...]]:
+    total, sequence = run.batch.sequences, run.batch.sequence_length
+    experts = model.experts
+    for tp in _divisors(gcd(devices, 2**20), min(fast, model.heads)):
+        for cp in _divisors(gcd(devices // tp, 2**20), max(sequence // 2048, 1)):
+            if sequence % ((2 * cp if cp > 1 else 1) * tp):
+                continue
+            for pp in _divisors(devices // tp // cp, model.layers):
+                for ep in _divisors(gcd(devices // tp // cp // pp, experts), experts) if experts else [1]:
+                    rest = devices // tp // cp // pp // ep
+                    for fsdp in [1] if "fsdp" in MISSING else _divisors(gcd(rest, 2**20), rest):
+                        replicas = rest // fsdp
+                        if total % (replicas * fsdp * ep):
+                            continue
+                        own = total // (replicas * fsdp * ep)  # sequences of a rank in a step
+                        for micro in (1, 2, 4, 8, 16, 32):
+                            if own % micro == 0:
+                                yield pp, fsdp, cp, ep, tp, replicas, micro, own // micro
+
+
+def _divisors(n: int, most: int) -> list[int]:
+    return [d for d in range(1, min(n, most) + 1) if n % d == 0]
+
+
+def explore(
+    run: Run, cluster: Cluster, vocab: int = 0, engine: Engine = OURS, rates: Rates | None = None
+) -> Space:
+    """All candidates with their memory. vocab: the tokenizer's, if the run file leaves it open."""
+    model = describe(run.model, vocab)
+    choice, replicas = candidates(run, model, cluster.devices, cluster.fast)
+    # a run in fp32 has no separate masters, and what travels and is kept is twice as wide
+    precision = run.train.precision
+    if precision == "fp32":
+        engine = Engine(**{**vars(engine), "weight": 4.0, "optimizer": 8.0, "activations": 2 * engine.activations})
+    held = memory(model, choice, run.batch.sequence_length, engine)
+    fits = np.atleast_1d(held.total <= cluster.device.memory * USABLE) if len(replicas) else np.zeros(0, dtype=bool)
+    return Space(run, model, cluster, choice, replicas, held, fits, precision, rates)
+
+
+def best(space: Space, count: int = 10) -> list[Plan]:
+    """The fastest that fit, best first; one row for each layout: its best microbatch, recompute, schedule and ZeRO."""
+    place = np.flatnonzero(space.fits)
+    if not len(place):
+        return []
+    choice = space.choice.at(place)
+    time = step_time(space.model, choice, space.run.batch.sequence_length, space.cluster, space.precision, space.rates)
+    # ties go to the simpler: fewer stages, then less sharding, then the order of the search
+    order = np.lexsort((place, choice.tp, choice.pp, time.total))[:SHORTLIST]
+    plans = cost_out(space, place[order])
+    plans.sort(key=lambda plan: plan.step)
+    seen: set[tuple[Any, ...]] = set()
+    unique = []
+    for plan in plans:
+        if (plan.layout, plan.replicas) not in seen:
+            seen.add((plan.layout, plan.replicas))
+            unique.append(plan)
+    return unique[:count]
+
+
+def cost_out(space: Space, place: Any) -> list[Plan]:
+    """The candidates at `place` in detail."""
+    choice, run, cluster = space.choice.at(place), space.run, space.cluster
+    time = step_time(space.model, choice, run.batch.sequence_length, cluster, space.precision, space.rates)
+    total = np.broadcast_to(time.total, (len(place),))
+    if space.rates is None:
+        x = features(space.model, choice, run.batch.sequence_length, cluster, space.precision, time)
+        factor, low, high, far = shipped().predict(x)
+        factor, low, high = np.where(far, 1, factor), np.where(far, UNSURE[0], low), np.where(far, UNSURE[1], high)
+    else:  # measured on this machine
+        factor, low, high, far = np.ones(len(place)), np.full(len(place), 0.9), np.full(len(place), 1.1), np.zeros(len(place))
+    made = []
+    for i, at in enumerate(place):
+        parts = {f.name: float(np.broadcast_to(getattr(time, f.name), total.shape)[i]) for f in fields(Time)}
+        parts["correction"] = float(total[i] * (factor[i] - 1))
+        held = {f.name: float(np.broadcast_to(getattr(space.memory, f.name), space.fits.shape)[at]) for f in fields(Memory)}
+        axes = {axis: int(getattr(choice, axis)[i]) for axis in ("pp", "fsdp", "cp", "ep", "tp")}
+        made.append(
+            Plan(
+                Layout(**axes),
+                int(space.replicas[at]),
+                int(choice.micro[i]),
+                int(choice.count[i]),
+                RECOMPUTE[int(choice.recompute[i])],
+                SCHEDULES[int(choice.schedule[i])] if axes["pp"] > 1 else "none",
+                int(choice.chunks[i]),
+                int(choice.zero[i]),
+                parts,
+                held,
+                float(total[i] * low[i]),
+                float(total[i] * high[i]),
+                bool(far[i]),
+            )
+        )
+    return made
