@@ -18,7 +18,6 @@ from lanewise.planner.memory import OURS, Engine, Memory, memory
 from lanewise.planner.model import Transformer, describe
 from lanewise.parallel.layout import MISSING, Layout
 
-SHORTLIST = 256  # layouts that the learned correction looks at, the fastest by the analytic model
 USABLE = 0.94  # of a device's memory: the rest fragments
 UNSURE = (0.8, 1.3)  # p10 and p90 where nothing like it was learned from
 
@@ -119,7 +118,6 @@ def candidates(run: Run, model: Transformer, devices: int, fast: int) -> tuple[C
     piped = choice.pp > 1
     keep = np.where(piped, choice.pp * choice.chunks <= model.layers, (choice.schedule == 0) & (choice.chunks == 1))
     keep &= (choice.zero == 0) | (choice.data * choice.cp / choice.fsdp > 1)
-    keep &= (choice.zero != 0) | (choice.data * choice.cp / choice.fsdp == 1) | (choice.zero == 0)
     looped = choice.chunks > 1
     keep &= ~looped | (choice.count % choice.pp == 0)  # a looped schedule goes round in whole rounds
     return choice.at(np.flatnonzero(keep)), each(replicas)[keep]
@@ -168,24 +166,34 @@ def explore(
     return Space(run, model, cluster, choice, replicas, held, fits, precision, rates)
 
 
-def best(space: Space, count: int = 10) -> list[Plan]:
-    """The fastest that fit, best first; one row for each layout: its best microbatch, recompute, schedule and ZeRO."""
+def rank(space: Space) -> list[Plan]:
+    """Every layout that fits, best first, each with its best microbatch, recompute, schedule and ZeRO stage."""
     place = np.flatnonzero(space.fits)
+    plans = cost_out(space, _best_of_each(space, place)) if len(place) else []
+    return sorted(plans, key=lambda plan: (plan.step, plan.layout.size, str(plan.layout)))
+
+
+def best_of(space: Space, layout: Layout) -> Plan | None:
+    """The candidate of this layout that is fastest if any fits, else the smallest. None: it is no candidate."""
+    same = np.logical_and.reduce([getattr(space.choice, axis) == degree for axis, degree in layout.degrees.items()])
+    place = np.flatnonzero(np.broadcast_to(same, (space.size,)))
     if not len(place):
-        return []
+        return None
+    fitting = place[space.fits[place]]
+    if len(fitting):
+        return cost_out(space, _best_of_each(space, fitting))[0]
+    return cost_out(space, place[np.argmin(space.memory.total[place])][None])[0]
+
+
+def _best_of_each(space: Space, place: Any) -> Any:
+    """Of the candidates at `place`, the fastest of each layout. Ties go to what keeps more and shards less."""
     choice = space.choice.at(place)
     time = step_time(space.model, choice, space.run.batch.sequence_length, space.cluster, space.precision, space.rates)
-    # ties go to the simpler: fewer stages, then less sharding, then the order of the search
-    order = np.lexsort((place, choice.tp, choice.pp, time.total))[:SHORTLIST]
-    plans = cost_out(space, place[order])
-    plans.sort(key=lambda plan: plan.step)
-    seen: set[tuple[Any, ...]] = set()
-    unique = []
-    for plan in plans:
-        if (plan.layout, plan.replicas) not in seen:
-            seen.add((plan.layout, plan.replicas))
-            unique.append(plan)
-    return unique[:count]
+    total = np.broadcast_to(np.round(time.total, 9), (len(place),))
+    keys = np.stack([choice.pp, choice.fsdp, choice.cp, choice.ep, choice.tp])
+    order = np.lexsort((choice.zero, choice.recompute, total))
+    _, first = np.unique(keys[:, order], axis=1, return_index=True)
+    return place[order[first]]
 
 
 def cost_out(space: Space, place: Any) -> list[Plan]:

@@ -1,0 +1,67 @@
+"""Our orders against those of torch's schedule objects, made without any process."""
+
+import itertools
+
+import pytest
+import torch
+from torch.distributed.pipelining import schedules as theirs
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from lanewise.errors import UserError
+from lanewise.simulator.schedules import SCHEDULES, Action, order, stages_of
+
+NAMES = {
+    "gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "looped-bfs": "LoopedBFS",
+    "interleaved-zb": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble", "dualpipev": "DualPipeV",
+}  # fmt: skip
+
+
+class _Stage:
+    """As much of a stage as a schedule's constructor asks for."""
+
+    def __init__(self, index: int, ranks: int, count: int) -> None:
+        self.stage_index, self.num_stages, self.group_size, self.group_rank = index, count, ranks, 0
+        self.is_first, self.is_last, self.has_backward = index == 0, index == count - 1, True
+        self.submod, self.device = torch.nn.Identity(), torch.device("cpu")
+        self.stage_index_to_group_rank = {i: i % ranks for i in range(count)}
+
+
+def torchs_order(schedule: str, ranks: int, microbatches: int, chunks: int) -> list[list[Action]]:
+    stages = [_Stage(i, ranks, ranks * chunks) for i in stages_of(schedule, ranks, chunks)[0]]
+    cls = get_schedule_class(NAMES[schedule])
+    single = issubclass(cls, theirs.PipelineScheduleSingle)
+    made = cls(stages[0] if single else stages, microbatches, loss_fn=lambda a, b: a)
+    kinds = {"F": "F", "B": "B", "I": "I", "W": "W"}
+    found = []
+    for rank in range(ranks):
+        flat = []
+        for action in made.pipeline_order[rank]:
+            flat += [] if action is None else action.sub_actions or [action]
+        found.append([Action(kinds[str(a.computation_type)], a.stage_index, a.microbatch_index) for a in flat if str(a.computation_type) in kinds])
+    return found
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (3, 9), (4, 16)])
+def test_same_order_as_torch(schedule, ranks, microbatches):
+    for chunks in {"gpipe": [1], "1f1b": [1], "zbv": [2], "dualpipev": [2]}.get(schedule, [2, 3]):
+        assert order(schedule, ranks, microbatches, chunks) == torchs_order(schedule, ranks, microbatches, chunks)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_everything_is_done_once(schedule):
+    chunks = {"gpipe": 1, "1f1b": 1}.get(schedule, 2)
+    done = list(itertools.chain(*order(schedule, 4, 8, chunks)))
+    assert len(done) == len(set(done))
+    for stage, m in itertools.product(range(4 * chunks), range(8)):
+        assert Action("F", stage, m) in done
+        assert (Action("B", stage, m) in done) != (Action("I", stage, m) in done and Action("W", stage, m) in done)
+
+
+def test_impossible_schedules_are_refused():
+    with pytest.raises(UserError, match="unknown"):
+        order("pipedream", 2, 4)
+    with pytest.raises(UserError, match="needs 8 microbatches"):
+        order("dualpipev", 4, 4, 2)
+    with pytest.raises(UserError, match="two stages"):
+        order("zbv", 4, 8, 1)
