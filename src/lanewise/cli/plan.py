@@ -3,6 +3,10 @@
 import argparse
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lanewise.planner.search import Plan, Space
 
 EXAMPLE = """examples:
   lanewise plan run.toml --cluster "64x8 H100"
@@ -42,26 +46,32 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.out.write_text(config.dump(chosen), encoding="utf-8")
     if arguments.json:
         shown = [report.numbers(space, plan) for plan in plans[: arguments.top]]
-        print(json.dumps({"cluster": str(cluster), "candidates": space.size, "fit": len(plans), "plans": shown, "why": why}))
+        print(
+            json.dumps(
+                {"cluster": str(cluster), "candidates": space.size, "fit": len(plans), "plans": shown, "why": why}
+            )
+        )
         return 0
     print(f"{cluster}: {space.size} candidates, {int(space.fits.sum())} fit, in {len(plans)} layouts\n")
     print(report.table(space, plans[: arguments.top]))
     print(f"\n{report.waterfall(first)}\n")
     print("\n".join(why))
     if first.extrapolates:
-        print("nothing like this was among the runs the correction was learned from: it is left out, the interval is wide")
+        print(
+            "nothing like this was among the runs the correction was learned from: it is left out, the interval is wide"
+        )
     if arguments.out is not None:
         print(f"written to {arguments.out}")
     return 0
 
 
-def _stands(plan: object, text: str, space: object, plans: list) -> str:  # type: ignore[type-arg]
+def _stands(plan: "Plan | None", text: str, space: "Space", plans: "list[Plan]") -> str:
     from lanewise.planner import explain
 
     if plan is None:
         return f"{text}: the batch, the model or the devices do not divide so"
-    missing = explain.missing_bytes(space, plan)  # type: ignore[arg-type]
+    missing = explain.missing_bytes(space, plan)
     if missing > 0:
-        return f"{text}: does not fit by {missing / 1e9:.3g} GB a rank ({explain.largest(plan)})"  # type: ignore[arg-type]
-    place = next(i for i, other in enumerate(plans, 1) if other.layout == plan.layout)  # type: ignore[attr-defined]
-    return f"{text}: number {place} of {len(plans)}; {explain.against(plans[0], plan)}"  # type: ignore[arg-type]
+        return f"{text}: does not fit by {missing / 1e9:.3g} GB a rank ({explain.largest(plan)})"
+    place = next(i for i, other in enumerate(plans, 1) if other.layout == plan.layout)
+    return f"{text}: number {place} of {len(plans)}; {explain.against(plans[0], plan)}"

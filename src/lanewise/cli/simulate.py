@@ -1,4 +1,4 @@
-"""Predict a run on a described cluster in detail, with its pipeline's timeline and days of failures; or a table of runs."""
+"""Predict a run on a described cluster: its step, its pipeline's timeline, days of failures; or a table of runs."""
 
 import argparse
 import json
@@ -17,7 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", help="'NODESxDEVICES NAME' or a TOML file (default: this machine, probed)")
     parser.add_argument("--workers", type=int, help="without --cluster: processes on this machine (default: its cores)")
     parser.add_argument("--layout", help="axes inside a replica (default: the run file's)")
-    parser.add_argument("--schedule", help="of a pipeline: gpipe, 1f1b, interleaved, looped-bfs, interleaved-zb, zbv, dualpipev")
+    parser.add_argument(
+        "--schedule", help="of a pipeline: gpipe, 1f1b, interleaved, looped-bfs, interleaved-zb, zbv, dualpipev"
+    )
     parser.add_argument("--chunks", type=int, help="stages a rank holds (default: 1, or 2 where a schedule needs more)")
     parser.add_argument("--picture", type=Path, help="write the timeline as SVG here")
     parser.add_argument("--trace", type=Path, help="write the timeline for Chrome's tracing page or Perfetto here")

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Number = Any  # a float, or an array of floats: all formulas are elementwise
-Floats = NDArray[np.float64]
+Floats = NDArray[np.floating[Any]]
 
 RECOMPUTE = ("none", "selective", "full")
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs", "interleaved-zb", "zbv", "dualpipev")

@@ -99,9 +99,13 @@ def _from_file(path: str) -> Cluster:
         raise UserError(
             f"{path}: devices = {raw['devices']} contradicts nodes = {nodes} times devices_per_node = {per_node}"
         )
-    base = cluster_of(replace(device, memory=_positive(raw, "memory_GB", path, device.memory / 1e9) * 1e9), nodes, per_node)
+    base = cluster_of(
+        replace(device, memory=_positive(raw, "memory_GB", path, device.memory / 1e9) * 1e9), nodes, per_node
+    )
     if base.device.memory > 4 * device.memory:
-        raise UserError(f"{path}: memory_GB = {raw['memory_GB']} contradicts {device.name}'s {device.memory / 1e9:g} GB")
+        raise UserError(
+            f"{path}: memory_GB = {raw['memory_GB']} contradicts {device.name}'s {device.memory / 1e9:g} GB"
+        )
     link = _positive(raw, "link_GBps", path, base.link / 1e9) * 1e9
     inter = _positive(raw, "inter_GBps", path, base.inter / 1e9) * 1e9
     if inter > link and nodes > 1 and per_node > 1:

@@ -60,7 +60,7 @@ class Correction:
         return Corrected(np.exp(log), np.exp(log - deviation), np.exp(log + deviation), unexplained > FAR)
 
     def save(self, path: Path) -> None:
-        arrays = {name: np.asarray(getattr(self, name), dtype=np.float32) for name in _ARRAYS}
+        arrays: dict[str, Any] = {name: np.asarray(getattr(self, name), dtype=np.float32) for name in _ARRAYS}
         np.savez_compressed(path, spread=self.spread, about=json.dumps(self.about), **arrays)
 
 

@@ -8,6 +8,7 @@ import tomllib
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -47,6 +48,8 @@ class Rates:
     uneven: float
     jitter: float  # of the step, for each doubling of nodes: the slowest of many sets the pace
     fixed: float  # seconds a step
+    issue: float = 0.0  # seconds a block's forward takes beyond its work, where the host is the device
+    update: float = 1.0  # of the optimizer's way through memory, how long it takes
 
 
 @dataclass(frozen=True)
@@ -115,84 +118,138 @@ def step_time(
 ) -> Time:
     """rates: default, those of the precision."""
     rates = rates or rates_for(precision)
-    device, c = cluster.device, choice
+    c, bandwidth = choice, cluster.device.bandwidth * rates.pointwise
+    block = _block(model, c, sequence, cluster, precision, rates)
+    blocks = model.blocks / c.pp  # of a rank
+    passes = blocks * c.count  # of a block, in a step
+    full, selective = c.recompute == 2, c.recompute == 1
+    once_more = np.where(selective, block.attention + 0.5 * block.pointwise, 0.0)
+    redone = passes * np.where(full, block.busy + block.wait, once_more)
+    compute = passes * (3 * block.products + 3.5 * block.attention + 2.5 * block.pointwise + 3 * block.wait) + redone
+    head = _head(model, c, sequence, cluster, precision, rates)
+    tensor, expert, context = (
+        passes * seconds for seconds in _within(model, c, sequence, cluster, STORED[precision], rates, block.attention)
+    )
+    steady = compute + head + tensor + expert + context
+
+    # a pipeline's first and last microbatch, and stages that are not equal
+    uneven = np.ceil(blocks) * c.pp / model.blocks - 1
+    idle = (c.pp - 1) / (c.count * c.chunks)
+    idle = np.where(np.isin(c.schedule, ZERO_BUBBLE), idle / 3, idle)
+    state = c.micro * sequence / c.cp / c.tp * model.hidden * STORED[precision]
+    hop = state / (cluster.inter * rates.network) * 0.5 + cluster.latency[1]
+    handed = 2 * c.count * c.chunks * hop
+    bubble = np.where(c.pp > 1, steady * (rates.bubble * idle + rates.uneven * uneven) + handed, 0.0)
+
+    data, owned = _between(model, c, cluster, compute, rates)
+    optimizer = rates.update * owned * 30.0 / bandwidth + rates.fixed
+    nodes = np.maximum(c.ranks / cluster.per_node, 1)
+    jitter = rates.jitter * np.log2(nodes) * (steady + bubble)
+    return Time(
+        passes * 3 * block.products,
+        passes * 3.5 * block.attention,
+        passes * 2.5 * block.pointwise,
+        passes * 3 * block.wait,
+        redone,
+        head,
+        tensor,
+        expert,
+        context,
+        bubble,
+        data,
+        optimizer,
+        jitter,
+    )
+
+
+class _Block(NamedTuple):
+    """Seconds of one block's forward of one microbatch on one rank; busy: of all but waiting for the host."""
+
+    products: Number
+    attention: Number
+    pointwise: Number
+    wait: Number
+
+    @property
+    def busy(self) -> Number:
+        return self.products + self.attention + self.pointwise
+
+
+def _product(rows: Number, weights: Number, rate: float, bandwidth: float, rates: Rates) -> Number:
+    """Seconds of a product of `rows` with `weights` elements, which are read from memory at least once."""
+    full = rates.rows * rate / A100_RATE
+    return 2.0 * weights * (rows + full) / rate + 2.0 * weights / bandwidth
+
+
+def _block(model: Transformer, c: Choice, sequence: int, cluster: Cluster, precision: str, rates: Rates) -> _Block:
+    device, H, tp = cluster.device, model.hidden, c.tp
     rate, bandwidth = device.rate(precision) * rates.products, device.bandwidth * rates.pointwise
-    wide = device.rate("fp16" if precision == "fp16" else "bf16")
     tokens = c.micro * sequence / c.cp  # of a microbatch on one rank
-    H, tp = model.hidden, c.tp
     routed = model.routed_layers / model.layers
-    full_rows = rates.rows * rate / A100_RATE
-
-    def product(rows: Number, weights: Number) -> Number:
-        """Seconds of a product of `rows` with `weights` elements, which are read from memory at least once."""
-        return 2.0 * weights * (rows + full_rows) / rate + 2.0 * weights / bandwidth
-
-    # one block, one microbatch, forward
-    attention_weights = model.attention
-    ffn_weights = (1 - routed) * model.dense_ffn + routed * model.shared * model.expert + model.extra_active
-    products = product(tokens, (attention_weights + ffn_weights) / tp)
+    shared = model.shared * model.expert + model.extra_active
+    weights = model.attention + (1 - routed) * model.dense_ffn + routed * shared
+    products = _product(tokens, weights / tp, rate, bandwidth, rates)
     if model.experts:
         local = np.maximum(model.experts / c.ep, 1)
         rows = tokens / tp * model.top_k * c.expert_tp / local  # of one expert: every rank's share meets here
-        products = products + routed * local * product(rows, model.expert / c.expert_tp)
-    attention = tokens * model.attention_flops(sequence) / tp / (wide * rates.attention)
+        products = products + routed * local * _product(rows, model.expert / c.expert_tp, rate, bandwidth, rates)
+    attention = tokens * model.attention_flops(sequence) / tp / (_wide(cluster, precision) * rates.attention)
     attention = attention + tokens * sequence * model.heads / tp * 2.0 * rates.scores / bandwidth
     moved = 12 * H + 3 * (model.heads * model.head_dim) + (1 - routed) * model.matrices * model.ffn
     moved = moved + routed * (3 * model.expert_ffn * (model.top_k + model.shared) + 6 * model.top_k * H)
     pointwise = tokens * moved * 2.0 / tp / bandwidth
-    busy = products + attention + pointwise
     launch = rates.launch + routed * rates.launch_routed
-    wait = np.maximum(launch - busy, 0.0)  # the device is idle while the host issues
+    # the device is idle while the host issues
+    wait = np.maximum(launch - products - attention - pointwise, 0.0) + rates.issue
+    return _Block(products, attention, pointwise, wait)
 
-    # how often: blocks of a rank, microbatches of a step
-    blocks = model.blocks / c.pp
-    passes = blocks * c.count
-    full, selective = c.recompute == 2, c.recompute == 1
-    redone = passes * np.where(full, np.maximum(busy, launch), np.where(selective, attention + 0.5 * pointwise, 0.0))
-    head = 3 * product(tokens, model.embedding / tp) * rate / wide + 12.0 * tokens * model.vocab / tp / bandwidth
-    head = head * c.count / c.pp * (1 + model.ahead) / rates.head
 
-    # communication within a replica
-    stored = STORED[precision]
-    state = tokens * H * stored
-    again = np.where(full, 1.0, 0.0)
-    tensor = passes * (8 + 4 * again) * ring(state, tp, 1, cluster, rates) * (1 - rates.hidden_tensor)
-    sent = tokens / tp * model.top_k * H * stored
-    expert = passes * (4 + 2 * again) * exchange(sent, c.ep, cluster, rates) * (1 - rates.hidden_expert)
-    expert = routed * expert
-    keys = c.micro * sequence * model.kv_heads * (model.head_dim + model.v_dim) * stored / tp
-    around = passes * (3 + again) * ring(keys, c.cp, tp, cluster, rates)
-    context = np.maximum(around - 0.5 * passes * 3.5 * attention, rates.seen * around)
+def _wide(cluster: Cluster, precision: str) -> float:
+    """The rate of what stays in 16 bits: attention and the head."""
+    return cluster.device.rate(precision if precision in ("fp16", "fp32") else "bf16")
 
-    compute = passes * (3 * products + 3.5 * attention + 2.5 * pointwise + 3 * wait) + redone
-    steady = compute + head + tensor + expert + context
-    # a pipeline's first and last microbatch, and stages that are not equal
-    uneven = np.ceil(model.blocks / c.pp) * c.pp / model.blocks - 1
-    idle = (c.pp - 1) / (c.count * c.chunks)
-    idle = np.where(np.isin(c.schedule, ZERO_BUBBLE), idle / 3, idle)
-    hops = 2 * c.count * c.chunks * (state / tp / (cluster.inter * rates.network) * 0.5 + cluster.latency[1])
-    bubble = np.where(c.pp > 1, steady * (rates.bubble * idle + rates.uneven * uneven) + hops, 0.0)
 
-    # between copies: gradients once a step; weights sharded by fsdp are gathered for each pass and reduced after it
-    own = (blocks * model.block_dense + 2 * model.embedding / c.pp) / tp
-    experts = blocks * model.block_experts / (c.ep * c.expert_tp)
+def _head(model: Transformer, c: Choice, sequence: int, cluster: Cluster, precision: str, rates: Rates) -> Number:
+    """Seconds of the output head and the loss, shared among the stages as a balanced cut does."""
+    tokens, rate = c.micro * sequence / c.cp, _wide(cluster, precision)
+    bandwidth = cluster.device.bandwidth * rates.pointwise
+    one = 3 * _product(tokens, model.embedding / c.tp, rate, bandwidth, rates)
+    one = one + 12.0 * tokens * model.vocab / c.tp / bandwidth
+    return one * c.count / c.pp * (1 + model.ahead) / rates.head
+
+
+def _within(
+    model: Transformer, c: Choice, sequence: int, cluster: Cluster, stored: float, rates: Rates, attention: Number
+) -> tuple[Number, Number, Number]:
+    """Seconds of a block's exposed traffic within a replica, forward and backward: tensor, expert, context."""
+    tokens, H = c.micro * sequence / c.cp, model.hidden
+    again = np.where(c.recompute == 2, 1.0, 0.0)
+    tensor = (8 + 4 * again) * ring(tokens * H * stored, c.tp, 1, cluster, rates) * (1 - rates.hidden_tensor)
+    sent = tokens / c.tp * model.top_k * H * stored
+    expert = (4 + 2 * again) * exchange(sent, c.ep, cluster, rates) * (1 - rates.hidden_expert)
+    expert = expert * model.routed_layers / model.layers
+    keys = c.micro * sequence * model.kv_heads * (model.head_dim + model.v_dim) * stored / c.tp
+    around = (3 + again) * ring(keys, c.cp, c.tp, cluster, rates)
+    context = np.maximum(around - 0.5 * 3.5 * attention, rates.seen * around)
+    return tensor, expert, context
+
+
+def _between(model: Transformer, c: Choice, cluster: Cluster, compute: Number, rates: Rates) -> tuple[Number, Number]:
+    """Seconds of exposed traffic between copies, and the parameters a rank updates. Gradients go once a step; weights
+    sharded by fsdp are gathered for each pass and their gradients reduced after it."""
+    own = (model.blocks / c.pp * model.block_dense + 2 * model.embedding / c.pp) / c.tp
+    experts = model.blocks / c.pp * model.block_experts / (c.ep * c.expert_tp)
     copies = c.data * c.cp / c.fsdp
-    expert_copies = np.maximum(copies * tp / (c.ep * c.expert_tp), 1)
-    inner = c.cp * tp
+    expert_copies = np.maximum(copies * c.tp / (c.ep * c.expert_tp), 1)
+    inner = c.cp * c.tp
     reduce = ring(own / c.fsdp * 6.0, copies, inner * c.fsdp, cluster, rates)
     reduce = reduce + ring(experts / c.fsdp * 6.0, expert_copies, inner * c.ep, cluster, rates)
     sharded = 6.0 * c.count * ring(own + experts, c.fsdp, inner, cluster, rates)
     data = np.maximum(reduce - rates.hidden_data * compute / c.count, rates.seen * reduce)
     data = data + np.maximum(sharded - rates.hidden_data * compute, rates.seen * sharded)
-
-    held = own / c.fsdp / np.where(c.zero >= 1, copies, 1) + experts / c.fsdp / np.where(c.zero >= 1, expert_copies, 1)
-    optimizer = held * 30.0 / bandwidth + rates.fixed
-    nodes = np.maximum(c.ranks / cluster.per_node, 1)
-    jitter = rates.jitter * np.log2(nodes) * (steady + bubble)
-    return Time(
-        passes * 3 * products, passes * 3.5 * attention, passes * 2.5 * pointwise, passes * 3 * wait, redone, head,
-        tensor, expert, context, bubble, data, optimizer, jitter,
-    )  # fmt: skip
+    cut = c.zero >= 1
+    owned = own / c.fsdp / np.where(cut, copies, 1) + experts / c.fsdp / np.where(cut, expert_copies, 1)
+    return data, owned
 
 
 @cache

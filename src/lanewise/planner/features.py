@@ -8,7 +8,8 @@ from lanewise.planner.cost import Time
 from lanewise.planner.model import Transformer
 
 SHARES = (
-    "products", "attention", "pointwise", "launches", "recompute", "head", "tensor", "expert", "context", "bubble", "data",
+    "products", "attention", "pointwise", "launches", "recompute", "head", "tensor", "expert", "context", "bubble",
+    "data",
 )  # fmt: skip
 TOLD = ("activation_ckpt", "zero_stage", "micro_batch")  # cells whose absence says something
 
@@ -59,4 +60,6 @@ def features(
         model.kv_heads / model.heads,
         float(device.domain > 72),
     ]
-    return np.stack(np.broadcast_arrays(*(np.atleast_1d(np.asarray(column, dtype=float)) for column in columns)), axis=-1)
+    return np.stack(
+        np.broadcast_arrays(*(np.atleast_1d(np.asarray(column, dtype=float)) for column in columns)), axis=-1
+    )

@@ -6,7 +6,6 @@ fullest counts.
 """
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 import numpy as np
 
@@ -23,8 +22,9 @@ class Engine:
     """How a training engine stores things, in bytes per parameter and shares.
 
     gradient: kept over the step; optimizer: masters and moments; logits: bytes per logit at the peak, or 0 where the
-    loss is computed in chunks, of `chunk` logits; spread: whether what a recomputed block keeps is cut by tp; activations: kept, over those that a fully fused block keeps; slack:
-    allocator's waste, a share of activations; context: outside the allocator's books.
+    loss is computed in chunks, of `chunk` logits; spread: whether what a recomputed block keeps is cut by tp;
+    activations: kept, over those that a fully fused block keeps; slack: allocator's waste, a share of activations;
+    context: outside the allocator's books.
     """
 
     weight: float = 2.0
@@ -70,9 +70,7 @@ def in_flight(choice: Choice, stage: Number) -> Number:
     return np.where(np.isin(choice.schedule, ALL), count, held)
 
 
-def saved(
-    model: Transformer, choice: Choice, sequence: int, recompute: Number, spread: bool = True
-) -> Number:
+def saved(model: Transformer, choice: Choice, sequence: int, recompute: Number, spread: bool = True) -> Number:
     """Bytes that one block keeps of one microbatch for its backward, on one rank; two bytes an element."""
     tokens = choice.micro * sequence / choice.cp
     H, tp = model.hidden, choice.tp
@@ -116,11 +114,11 @@ def _stage(model: Transformer, choice: Choice, sequence: int, engine: Engine, pl
     dense = (blocks * model.block_dense + ends) / choice.tp
     experts = blocks * model.block_experts / (choice.ep * choice.expert_tp)
     held = (dense + experts) / choice.fsdp
-    owned = np.where(
-        choice.zero >= 1, dense / choice.fsdp / copies + experts / choice.fsdp / expert_copies, held
-    )
+    owned = np.where(choice.zero >= 1, dense / choice.fsdp / copies + experts / choice.fsdp / expert_copies, held)
     # weights sharded by fsdp are gathered a block at a time, the next one ahead of its use
-    gathered = np.where(choice.fsdp > 1, 2 * (model.block_dense / choice.tp + model.block_experts / (choice.ep * choice.expert_tp)), 0)
+    gathered = np.where(
+        choice.fsdp > 1, 2 * (model.block_dense / choice.tp + model.block_experts / (choice.ep * choice.expert_tp)), 0
+    )
     gradients = np.where(choice.zero >= 2, owned, held) * engine.gradient + gathered * engine.weight
 
     stage = np.where(place == 0, 0, choice.pp - 1)
@@ -130,7 +128,11 @@ def _stage(model: Transformer, choice: Choice, sequence: int, engine: Engine, pl
     activations = (blocks * kept * flight + working) * engine.activations * (1 + engine.slack)
     tokens = choice.micro * sequence / choice.cp
     row = model.vocab / choice.tp
-    logits = np.where(engine.logits > 0, tokens * row * engine.logits, np.minimum(tokens * row, np.maximum(engine.chunk, 128 * row)) * 10.0)
+    logits = np.where(
+        engine.logits > 0,
+        tokens * row * engine.logits,
+        np.minimum(tokens * row, np.maximum(engine.chunk, 128 * row)) * 10.0,
+    )
     holds_head = one | (wave & (place == 0)) | (~wave & (place == 1))
     return Memory(
         (held + gathered) * engine.weight,

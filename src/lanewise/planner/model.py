@@ -4,6 +4,7 @@ The models' own tables of parameters are the source of truth; a test holds these
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from lanewise.config import DeepSeekModel, DenseModel
 
@@ -121,7 +122,7 @@ class Transformer:
 
 def describe(model: DenseModel | DeepSeekModel, vocab: int = 0) -> Transformer:
     """The description of a run's model; vocab: the tokenizer's, where the run file leaves it open."""
-    common = {
+    common: dict[str, Any] = {
         "layers": model.layers,
         "hidden": model.hidden,
         "heads": model.heads,

@@ -48,8 +48,8 @@ def numbers(space: Space, plan: Plan) -> dict[str, Any]:
 def table(space: Space, plans: list[Plan]) -> str:
     """One line a plan."""
     head = (
-        f"{'':>2} {'layout':22}{'repl':>5}{'micro':>7}{'recompute':>11} {'schedule':15}{'ZeRO':>4}{'step':>9}{'p10-p90':>16}"
-        f"{'tokens/s':>11}{'MFU':>6}{'bubble':>8}{'exposed':>8}{'GB/rank':>9}{'kWh':>9}{'cost':>10}"
+        f"{'':>2} {'layout':22}{'repl':>5}{'micro':>7}{'recompute':>11} {'schedule':15}{'ZeRO':>4}{'step':>9}"
+        f"{'p10-p90':>16}{'tokens/s':>11}{'MFU':>6}{'bubble':>8}{'exposed':>8}{'GB/rank':>9}{'kWh':>9}{'cost':>10}"
     )
     lines = [head]
     for place, plan in enumerate(plans, 1):
@@ -58,8 +58,8 @@ def table(space: Space, plans: list[Plan]) -> str:
         chunks = f" x{plan.chunks}" if plan.chunks > 1 else ""
         interval = f"{plan.low:.3g}-{plan.high:.3g}"
         lines.append(
-            f"{place:>2} {n['layout'] or '-':22}{plan.replicas:>5}{f'{plan.micro}x{plan.count}':>7}{plan.recompute:>11} "
-            f"{plan.schedule + chunks:15}{plan.zero:>4}{plan.step:>8.3g}s{interval:>15}s{n['tokens_per_s']:>11,.0f}"
+            f"{place:>2} {n['layout'] or '-':22}{plan.replicas:>5}{f'{plan.micro}x{plan.count}':>7}{plan.recompute:>11}"
+            f" {plan.schedule + chunks:15}{plan.zero:>4}{plan.step:>8.3g}s{interval:>15}s{n['tokens_per_s']:>11,.0f}"
             f"{n['mfu']:>6.0%}{n['bubble']:>8.0%}{n['exposed']:>8.0%}{n['memory_total_GB']:>9.3g}{n['kWh']:>9,.0f}{cost:>10}"
         )
     return "\n".join(lines)
@@ -70,7 +70,9 @@ def waterfall(plan: Plan) -> str:
     lines = [f"step {plan.step:.4g} s"]
     lines += [f"  {name:14}{value:>10.4g} s{value / plan.step:>7.1%}" for name, value in plan.time.items() if value]
     lines.append(f"memory of the fullest rank {plan.bytes / 1e9:.4g} GB")
-    lines += [f"  {name:14}{held / 1e9:>10.4g} GB{held / plan.bytes:>6.1%}" for name, held in plan.memory.items() if held]
+    lines += [
+        f"  {name:14}{held / 1e9:>10.4g} GB{held / plan.bytes:>6.1%}" for name, held in plan.memory.items() if held
+    ]
     return "\n".join(lines)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from lanewise.config import Layout as LayoutSettings
 from lanewise.config import Run
+from lanewise.parallel.layout import MISSING, Layout
 from lanewise.planner.choice import RECOMPUTE, SCHEDULES, Choice, Floats
 from lanewise.planner.cluster import Cluster
 from lanewise.planner.correction import shipped
@@ -16,7 +17,6 @@ from lanewise.planner.cost import Rates, Time, step_time
 from lanewise.planner.features import features
 from lanewise.planner.memory import OURS, Engine, Memory, memory
 from lanewise.planner.model import Transformer, describe
-from lanewise.parallel.layout import MISSING, Layout
 
 USABLE = 0.94  # of a device's memory: the rest fragments
 UNSURE = (0.8, 1.3)  # p10 and p90 where nothing like it was learned from
@@ -151,9 +151,7 @@ def _divisors(n: int, most: int) -> list[int]:
     return [d for d in range(1, min(n, most) + 1) if n % d == 0]
 
 
-def explore(
-    run: Run, cluster: Cluster, vocab: int = 0, engine: Engine = OURS, rates: Rates | None = None
-) -> Space:
+def explore(run: Run, cluster: Cluster, vocab: int = 0, engine: Engine = OURS, rates: Rates | None = None) -> Space:
     """All candidates with their memory. vocab: the tokenizer's, if the run file leaves it open."""
     model = describe(run.model, vocab)
     choice, replicas = candidates(run, model, cluster.devices, cluster.fast)
@@ -206,12 +204,19 @@ def cost_out(space: Space, place: Any) -> list[Plan]:
         factor, low, high, far = shipped().predict(x)
         factor, low, high = np.where(far, 1, factor), np.where(far, UNSURE[0], low), np.where(far, UNSURE[1], high)
     else:  # measured on this machine
-        factor, low, high, far = np.ones(len(place)), np.full(len(place), 0.9), np.full(len(place), 1.1), np.zeros(len(place))
+        factor, low, high, far = (
+            np.ones(len(place)),
+            np.full(len(place), 0.9),
+            np.full(len(place), 1.1),
+            np.zeros(len(place)),
+        )
     made = []
     for i, at in enumerate(place):
         parts = {f.name: float(np.broadcast_to(getattr(time, f.name), total.shape)[i]) for f in fields(Time)}
         parts["correction"] = float(total[i] * (factor[i] - 1))
-        held = {f.name: float(np.broadcast_to(getattr(space.memory, f.name), space.fits.shape)[at]) for f in fields(Memory)}
+        held = {
+            f.name: float(np.broadcast_to(getattr(space.memory, f.name), space.fits.shape)[at]) for f in fields(Memory)
+        }
         axes = {axis: int(getattr(choice, axis)[i]) for axis in ("pp", "fsdp", "cp", "ep", "tp")}
         made.append(
             Plan(

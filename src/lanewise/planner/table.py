@@ -115,7 +115,9 @@ def complete(cells: dict[str, str]) -> Case:
         zero=min(zero, 2),
     )
     kind = cells.get("dtype", "").lower()
-    precision = next((name for key, name in PRECISION if key in kind), "fp16" if "bf16" not in device.matmul else "bf16")
+    precision = next(
+        (name for key, name in PRECISION if key in kind), "fp16" if "bf16" not in device.matmul else "bf16"
+    )
     step = number("step_time_s_derived")
     memory = number("peak_mem_GB")
     return Case(
@@ -157,8 +159,10 @@ def _model(number: Callable[..., float], whole: Callable[[str, float], int], cel
         if not size > 0:
             raise Refused("neither hidden nor a number of parameters is given: nothing tells the size of the model")
         # a block has about 12 hidden^2 parameters, and there are about hidden / 128 of them
-        hidden = 128 * max(round((size * 1e9 * 128 / 12) ** (1 / 3) / 128), 1) if not layers > 0 else (
-            128 * max(round((size * 1e9 / 12 / layers) ** 0.5 / 128), 1)
+        hidden = (
+            128 * max(round((size * 1e9 * 128 / 12) ** (1 / 3) / 128), 1)
+            if not layers > 0
+            else (128 * max(round((size * 1e9 / 12 / layers) ** 0.5 / 128), 1))
         )
     heads = whole("n_heads", max(round(hidden / 128), 1))
     kv_heads = whole("n_kv_heads", heads)

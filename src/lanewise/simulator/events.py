@@ -1,4 +1,4 @@
-"""When each action of a pipeline's order begins and ends: every rank does the next one as soon as what it needs is there."""
+"""When each action of a pipeline begins and ends: every rank does its next one as soon as what it needs is there."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,9 +87,13 @@ def out_of_order(events: Sequence[Event], recorded: Sequence[Event]) -> list[str
     schedule does at once (a forward beside a backward) may be recorded either way round."""
     found = []
     for rank in sorted({event.rank for event in events}):
-        ours, theirs = ([e[1:4] for e in sorted(es, key=lambda e: e.start) if e.rank == rank] for es in (events, recorded))
+        ours, theirs = (
+            [e[1:4] for e in sorted(es, key=lambda e: e.start) if e.rank == rank] for es in (events, recorded)
+        )
         if ours != theirs:
-            at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+            at = next(
+                (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
+            )
             a, b = (side[at] if at < len(side) else None for side in (ours, theirs))
             found.append(f"rank {rank}, action {at}: simulated {a}, recorded {b}")
     return found

@@ -71,5 +71,5 @@ def days(step: float, devices: int, faults: Faults, length: float = 7 * DAY, see
 
 
 def checkpoint_interval(step: float, devices: int, faults: Faults) -> int:
-    """Steps between checkpoints that cost least in all: Young's sqrt(2 x write x time between failures) (CACM 17(9))."""
+    """Steps between checkpoints that cost least: Young's sqrt(2 x write x time between failures) (CACM 17(9))."""
     return max(1, round(float(np.sqrt(2 * faults.write * faults.mtbf / devices)) / step))

@@ -32,7 +32,8 @@ def svg(events: Sequence[Event], title: str) -> str:
         x, y = LEFT + event.start * scale, TOP + ROW * event.rank
         width = max((event.end - event.start) * scale, 0.3)
         fade = 1 - 0.45 * mine[event.rank].index(event.stage) / max(len(mine[event.rank]), 1)
-        what = f"{NAMES[event.kind]}, stage {event.stage}, microbatch {event.microbatch}: {event.start:.6g} to {event.end:.6g} s"
+        what = f"{NAMES[event.kind]}, stage {event.stage}, microbatch {event.microbatch}"
+        what += f": {event.start:.6g} to {event.end:.6g} s"
         parts.append(
             f'<rect x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{ROW - 3}" fill="{COLOURS[event.kind]}" '
             f'fill-opacity="{fade:.2f}" stroke="white" stroke-width="0.5"><title>{what}</title></rect>'

@@ -53,7 +53,10 @@ class Simulated:
 
     def text(self) -> str:
         usable = self.space.cluster.device.memory * USABLE
-        lines = [f"{self.space.cluster}: {self.plan.name}, {self.plan.micro}x{self.plan.count} sequences", waterfall(self.plan)]
+        lines = [
+            f"{self.space.cluster}: {self.plan.name}, {self.plan.micro}x{self.plan.count} sequences",
+            waterfall(self.plan),
+        ]
         if self.plan.bytes > usable:
             lines.append(f"it does not fit: {(self.plan.bytes - usable) / 1e9:.3g} GB too much")
         if self.events:
@@ -62,8 +65,8 @@ class Simulated:
         causes = [name for name in ("jitter", "checkpoints", "lost work", "restarts") if s[name] > 0]
         lost = ", ".join(f"{name} {s[name] / s['seconds']:.2%}" for name in causes)
         lines.append(
-            f"{self.length / DAY:g} days: {s['committed']:,.0f} steps, {s['failures']:.0f} failures, goodput {s['goodput']:.1%}"
-            f"{f' ({lost})' if lost else ''}; a checkpoint every {self.faults.every} steps"
+            f"{self.length / DAY:g} days: {s['committed']:,.0f} steps, {s['failures']:.0f} failures, "
+            f"goodput {s['goodput']:.1%}{f' ({lost})' if lost else ''}; a checkpoint every {self.faults.every} steps"
         )
         return "\n".join(lines)
 
@@ -121,10 +124,14 @@ def _pipeline(space: Space, plan: Plan, schedule: str, chunks: int) -> list[Even
         raise UserError(f"{ranks} ranks with {chunks} stages each: more than model.layers ({space.model.layers})")
     if plan.chunks != chunks:
         raise AssertionError("the plan is of another pipeline")
-    time = step_time(space.model, space.choice, space.run.batch.sequence_length, space.cluster, space.precision, space.rates)
+    time = step_time(
+        space.model, space.choice, space.run.batch.sequence_length, space.cluster, space.precision, space.rates
+    )
     micro = {f.name: float(np.atleast_1d(getattr(time, f.name))[0]) / plan.count for f in fields(time)}
     shared = micro["tensor"] + micro["expert"] + micro["context"]
-    forward = (micro["products"] + micro["attention"] / 3.5 * 3 + micro["pointwise"] / 2.5 * 3 + micro["launches"]) / 3 + shared / 2
+    forward = (
+        micro["products"] + micro["attention"] / 3.5 * 3 + micro["pointwise"] / 2.5 * 3 + micro["launches"]
+    ) / 3 + shared / 2
     backward = sum(micro[k] for k in ("products", "attention", "pointwise", "launches", "recompute")) + shared - forward
     cut = stages(space.run.model, count)
     weigh = [len(layers) * ranks / space.model.layers for layers in cut]
