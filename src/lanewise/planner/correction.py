@@ -18,7 +18,7 @@ import numpy as np
 from lanewise.errors import UserError
 from lanewise.planner.choice import Floats
 
-LENGTH, SMOOTH, LINEAR, LEVEL = 8.0, 0.1, 0.002, 0.3  # prior: scale of similarity, and variances of its three parts
+LENGTH, SMOOTH, LINEAR, LEVEL = 8.0, 0.1, 0.002, 0.05  # prior: scale of similarity, and variances of its three parts
 OFFSET, NOISE = 0.005, 0.006  # variance between sources, and within one
 POINTS = 120
 FAR = 0.35  # share of the prior's smooth variance left unexplained: beyond it a prediction extrapolates

@@ -95,11 +95,14 @@ def ring(bytes_: Number, size: Number, stride: Number, cluster: Cluster, rates: 
     return np.where(size > 1, np.where(nodes > 1, np.maximum(within, between), within) + wait, 0.0)
 
 
-def exchange(bytes_: Number, size: Number, cluster: Cluster, rates: Rates) -> Number:
-    """Seconds of an all-to-all among `size` neighbours in which each sends `bytes_` in all."""
+def exchange(bytes_: Number, size: Number, cluster: Cluster, rates: Rates, choices: int) -> Number:
+    """Seconds of an all-to-all among `size` neighbours in which each sends `bytes_` in all, as `choices` copies of its
+    tokens. Between nodes a token goes to each node once, however many of its experts are there."""
     inside = np.clip(cluster.fast, 1, size)
     within = bytes_ * (inside - 1) / size / (cluster.link * rates.link)
-    between = bytes_ * (1 - inside / size) * _over(size, cluster) / (cluster.inter * rates.network)
+    nodes = np.maximum(size / inside, 1)
+    met = nodes * (1 - (1 - 1 / nodes) ** choices) / max(choices, 1)  # nodes a token's experts are in, a choice
+    between = bytes_ * met * (1 - inside / size) * _over(size, cluster) / (cluster.inter * rates.network)
     return np.where(size > 1, np.maximum(within, between) + cluster.latency[1] * np.log2(np.maximum(size, 2)), 0.0)
 
 
@@ -226,7 +229,7 @@ def _within(
     again = np.where(c.recompute == 2, 1.0, 0.0)
     tensor = (8 + 4 * again) * ring(tokens * H * stored, c.tp, 1, cluster, rates) * (1 - rates.hidden_tensor)
     sent = tokens / c.tp * model.top_k * H * stored
-    expert = (4 + 2 * again) * exchange(sent, c.ep, cluster, rates) * (1 - rates.hidden_expert)
+    expert = (4 + 2 * again) * exchange(sent, c.ep, cluster, rates, model.top_k) * (1 - rates.hidden_expert)
     expert = expert * model.routed_layers / model.layers
     keys = c.micro * sequence * model.kv_heads * (model.head_dim + model.v_dim) * stored / c.tp
     around = (3 + again) * ring(keys, c.cp, c.tp, cluster, rates)

@@ -5,6 +5,7 @@ Names of rows, sources and models are carried along, and nothing is read from th
 
 import csv
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from lanewise.planner.cluster import Cluster, cluster_of
 from lanewise.planner.hardware import find_device
 from lanewise.planner.model import Transformer
 
+# A pipeline's schedule has no column; where the notes say it, these are the words.
+NAMED = {"1f1b": "1f1b", "1f1b-i": "interleaved", "gpipe": "gpipe", "zb-1p": "interleaved-zb", "zb-2p": "interleaved-zb", "zb-v": "zbv", "zbv": "zbv", "dualpipe": "dualpipev", "dualpipev": "dualpipev"}  # fmt: skip
 PRECISION = (("fp4", "fp4"), ("fp8", "fp8"), ("fp16", "fp16"), ("bf16", "bf16"), ("fp32", "fp32"))
 
 
@@ -111,7 +114,7 @@ def complete(cells: dict[str, str]) -> Case:
         micro=micro,
         count=count,
         recompute=RECOMPUTE.index(checkpointing) if checkpointing in RECOMPUTE else 0,
-        schedule=SCHEDULES.index("interleaved" if chunks > 1 else "1f1b"),
+        schedule=SCHEDULES.index(_schedule(cells.get("notes", ""), chunks)),
         zero=min(zero, 2),
     )
     kind = cells.get("dtype", "").lower()
@@ -134,6 +137,11 @@ def complete(cells: dict[str, str]) -> Case:
         memory if memory > 0 else None,
         cells.get("mem_kind", ""),
     )
+
+
+def _schedule(notes: str, chunks: float) -> str:
+    word = re.search(r"schedule ([\w-]+)", notes)
+    return NAMED.get(word[1].lower() if word else "", "interleaved" if chunks > 1 else "1f1b")
 
 
 def _number(text: str, key: str, default: float) -> float:
