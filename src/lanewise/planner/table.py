@@ -17,7 +17,10 @@ from lanewise.planner.hardware import find_device
 from lanewise.planner.model import Transformer
 
 # A pipeline's schedule has no column; where the notes say it, these are the words.
-NAMED = {"1f1b": "1f1b", "1f1b-i": "interleaved", "gpipe": "gpipe", "zb-1p": "interleaved-zb", "zb-2p": "interleaved-zb", "zb-v": "zbv", "zbv": "zbv", "dualpipe": "dualpipev", "dualpipev": "dualpipev"}  # fmt: skip
+NAMED = {
+    "1f1b": "1f1b", "1f1b-i": "interleaved", "gpipe": "gpipe", "zb-1p": "interleaved-zb", "zb-2p": "interleaved-zb",
+    "zb-v": "zbv", "zbv": "zbv", "dualpipe": "dualpipev", "dualpipev": "dualpipev",
+}  # fmt: skip
 PRECISION = (("fp4", "fp4"), ("fp8", "fp8"), ("fp16", "fp16"), ("bf16", "bf16"), ("fp32", "fp32"))
 
 
