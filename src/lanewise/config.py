@@ -189,7 +189,7 @@ class Layout(Section):
     recompute: Literal["none", "full", "selective"] = free(
         "none", "activations not kept for the backward: none, all of a block's, or all but products of matrices"
     )
-    axes: str = free("", "axes inside a replica with their degrees, as in 'pp2.tp2'; empty: a replica is one worker")
+    axes: str = free("", "axes inside a replica with their degrees, as in 'pp2.tp2'; 'auto': planned at launch")
     zero: Literal[0, 1, 2] = free(1, "across replicas: 1 shards the optimizer, 2 also frees full gradients early")
     bucket_mb: float = Field(8.0, description="fp32 gradient bytes exchanged at once, in MB (2^20)", gt=0)
 

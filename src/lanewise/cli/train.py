@@ -59,11 +59,22 @@ def _run(arguments: argparse.Namespace, place: environment.Place | None) -> int:
     workers = arguments.workers if arguments.workers is not None else _usable(settings)
     if workers < 1:
         raise UserError(f"--workers {workers}: at least one worker is needed")
+    if settings.layout.axes == "auto":
+        settings = _planned(settings, workers, arguments)
     check(Layout.parse(settings.layout.axes), settings, workers)
     launcher.warm_up()
     job = _prepare(settings, arguments)
     with open_run(job.run, job.out, job.resume, job.data):
         return launcher.launch(job, workers)
+
+
+def _planned(settings: config.Run, workers: int, arguments: argparse.Namespace) -> config.Run:
+    from lanewise.planner.auto import settle
+
+    settings, plan = settle(settings, workers)
+    text = f"planned: {plan.name}, recompute {plan.recompute}, ZeRO {plan.zero}: {plan.step:.3g} s a step"
+    print(text, file=sys.stderr if arguments.json else sys.stdout)
+    return settings
 
 
 def _prepare(settings: config.Run, arguments: argparse.Namespace, quiet: bool = False) -> "Job":
@@ -89,6 +100,8 @@ def _join(place: environment.Place, settings: config.Run, arguments: argparse.Na
 
     if arguments.workers not in (None, place.world):
         raise UserError(f"--workers {arguments.workers}: {place.launcher} started {place.world}; leave --workers out")
+    if settings.layout.axes == "auto":
+        raise UserError("layout.axes=auto is for workers that are started here: write the layout with `lanewise plan`")
     check(Layout.parse(settings.layout.axes), settings, place.world)
 
     locks = []  # held until the process ends
@@ -114,5 +127,5 @@ def _usable(settings: config.Run) -> int:
     """Workers this machine can keep busy, in whole replicas: one per GPU, or the cores by the threads of each."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-    replica = Layout.parse(settings.layout.axes).size
+    replica = 1 if settings.layout.axes == "auto" else Layout.parse(settings.layout.axes).size
     return replica * max(1, min(settings.batch.lanes, (gpus or cores // settings.train.threads) // replica))
