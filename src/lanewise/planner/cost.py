@@ -121,7 +121,7 @@ def step_time(
 ) -> Time:
     """rates: default, those of the precision."""
     rates = rates or rates_for(precision)
-    c, bandwidth = choice, cluster.device.bandwidth * rates.pointwise
+    c = choice
     block = _block(model, c, sequence, cluster, precision, rates)
     blocks = model.blocks / c.pp  # of a rank
     passes = blocks * c.count  # of a block, in a step
@@ -145,7 +145,7 @@ def step_time(
     bubble = np.where(c.pp > 1, steady * (rates.bubble * idle + rates.uneven * uneven) + handed, 0.0)
 
     data, owned = _between(model, c, cluster, compute, rates)
-    optimizer = rates.update * owned * 30.0 / bandwidth + rates.fixed
+    optimizer = rates.update * owned * 30.0 / cluster.device.bandwidth + rates.fixed
     nodes = np.maximum(c.ranks / cluster.per_node, 1)
     jitter = rates.jitter * np.log2(nodes) * (steady + bubble)
     return Time(
@@ -186,7 +186,7 @@ def _product(rows: Number, weights: Number, rate: float, bandwidth: float, rates
 
 def _block(model: Transformer, c: Choice, sequence: int, cluster: Cluster, precision: str, rates: Rates) -> _Block:
     device, H, tp = cluster.device, model.hidden, c.tp
-    rate, bandwidth = device.rate(precision) * rates.products, device.bandwidth * rates.pointwise
+    rate, bandwidth = device.rate(precision) * rates.products, device.bandwidth
     tokens = c.micro * sequence / c.cp  # of a microbatch on one rank
     routed = model.routed_layers / model.layers
     shared = model.shared * model.expert + model.extra_active
@@ -197,10 +197,10 @@ def _block(model: Transformer, c: Choice, sequence: int, cluster: Cluster, preci
         rows = tokens / tp * model.top_k * c.expert_tp / local  # of one expert: every rank's share meets here
         products = products + routed * local * _product(rows, model.expert / c.expert_tp, rate, bandwidth, rates)
     attention = tokens * model.attention_flops(sequence) / tp / (_wide(cluster, precision) * rates.attention)
-    attention = attention + tokens * sequence * model.heads / tp * 2.0 * rates.scores / bandwidth
+    attention = attention + tokens * sequence * model.heads / tp * 2.0 * rates.scores / (bandwidth * rates.pointwise)
     moved = 12 * H + 3 * (model.heads * model.head_dim) + (1 - routed) * model.matrices * model.ffn
     moved = moved + routed * (3 * model.expert_ffn * (model.top_k + model.shared) + 6 * model.top_k * H)
-    pointwise = tokens * moved * 2.0 / tp / bandwidth
+    pointwise = tokens * moved * 2.0 / tp / (bandwidth * rates.pointwise)
     launch = rates.launch + routed * rates.launch_routed
     # the device is idle while the host issues
     wait = np.maximum(launch - products - attention - pointwise, 0.0) + rates.issue
@@ -215,7 +215,7 @@ def _wide(cluster: Cluster, precision: str) -> float:
 def _head(model: Transformer, c: Choice, sequence: int, cluster: Cluster, precision: str, rates: Rates) -> Number:
     """Seconds of the output head and the loss, shared among the stages as a balanced cut does."""
     tokens, rate = c.micro * sequence / c.cp, _wide(cluster, precision)
-    bandwidth = cluster.device.bandwidth * rates.pointwise
+    bandwidth = cluster.device.bandwidth
     one = 3 * _product(tokens, model.embedding / c.tp, rate, bandwidth, rates)
     one = one + 12.0 * tokens * model.vocab / c.tp / bandwidth
     return one * c.count / c.pp * (1 + model.ahead) / rates.head

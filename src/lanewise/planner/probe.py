@@ -27,7 +27,7 @@ from lanewise.models.build import build
 from lanewise.parallel.mesh import Mesh
 from lanewise.planner.choice import Choice, Floats
 from lanewise.planner.cluster import Cluster
-from lanewise.planner.cost import Rates, Time, step_time
+from lanewise.planner.cost import A100_RATE, Rates, Time, step_time
 from lanewise.planner.hardware import Device
 from lanewise.planner.machine import probe_path
 from lanewise.planner.model import describe
@@ -140,10 +140,10 @@ def fit_rates(runs: Sequence[config.Run], measured: Sequence[float], cluster: Cl
         products=1 / product,
         attention=1 / attention,
         pointwise=1 / pointwise,
-        head=product / head,
+        head=1 / head,
         update=update,
         issue=issue,
-        rows=full / product * 271e12 / (cluster.device.rate("fp32") / product),
+        rows=full / product * A100_RATE / (cluster.device.rate("fp32") / product),
         fixed=fixed,
     )
 
