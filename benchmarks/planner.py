@@ -2,6 +2,7 @@
 
     python benchmarks/planner.py --tables FOLDER           published_{runs,memory}.csv and single_node_a100.csv
     python benchmarks/planner.py --tables FOLDER --fit     fits the time model's constants and the correction anew
+    python benchmarks/planner.py --local                   40 runs of this machine against `lanewise probe`
 
 Published runs are scored with all runs of the same source left out ("source"), and with all of the same publisher left
 out ("publisher", the word before the first blank): the second is what to expect of somebody new. Beside it stands the
@@ -10,15 +11,21 @@ predictor that knows only a mean MFU for each device and precision, under the sa
 
 import argparse
 import datetime
+import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
 
-from lanewise.planner import correction, cost
+from lanewise import config
+from lanewise.planner import correction, cost, machine
 from lanewise.planner.published import analytic, described, peak_memory, summary
 from lanewise.planner.table import Case, Refused, read_table
+from lanewise.simulator.run import simulate_run
 
 # Where the fit of the constants starts, and is drawn towards: first principles and data sheets.
 PRIOR = {
@@ -177,11 +184,64 @@ def step_time(case: Case, rates: cost.Rates) -> float:
     return float(cost.step_time(case.model, case.choice, case.sequence, case.cluster, case.precision, rates).total)
 
 
+# -------------------------------------------------------------------------------------------------- this machine
+
+ALONE = [  # layers, hidden, feed-forward, sequences, length, recompute: none of them is among those that probe measures
+    (layers, hidden, ffn, sequences, length, recompute)
+    for layers, hidden, ffn in ((2, 192, 512), (3, 256, 640), (5, 320, 1024), (3, 448, 1280), (8, 256, 512))
+    for sequences, length in ((1, 192), (2, 256), (6, 96), (4, 320))
+    for recompute in ("none", "full")
+]
+SPREAD = [  # layout, workers, lanes
+    (layout, workers, lanes) for lanes in (4, 8) for layout, workers in (("", 2), ("tp2", 2), ("pp2", 2), ("cp2", 2))
+]
+
+
+def local(spread: bool) -> None:
+    """One process, timed by its own seconds of a core; several, by the clock, as `lanewise train` does them."""
+    from lanewise.planner import probe  # imports torch
+
+    probed = machine.read_probe("~/.cache/lanewise")
+    cluster, rates = machine.local(probed, 1)
+    print(f"\n{'step time of this machine':44}{'runs':>6}{'median':>9}{'p90':>9}{'worst':>9}")
+    errors = []
+    for layers, hidden, ffn, sequences, length, recompute in ALONE:
+        run = probe.small_run(("tiny-dense", layers, hidden, ffn, sequences, length), recompute=recompute)
+        errors.append(abs(probe.predict_alone(run, cluster, rates) / probe.measure_step(run) - 1))
+    line("one process, sizes, batches, recomputation", errors)
+    if spread:
+        line(
+            "two processes, axes and lanes", [abs(predict / measured - 1) for predict, measured in map(_spread, SPREAD)]
+        )
+
+
+def _spread(case: tuple[str, int, int]) -> tuple[float, float]:
+    """(predicted, measured) seconds of a step of a layout."""
+    layout, workers, lanes = case
+    words = [
+        "model.preset=tiny-dense", "model.hidden=256", "train.steps=8", "eval.every=0", f"batch.lanes={lanes}",
+        f'layout.axes="{layout}"',
+    ]  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "lanewise.cli.main", "train", *words]
+        subprocess.run([*command, "--workers", str(workers), "--out", folder], check=True, stdout=subprocess.DEVNULL)
+        lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ends = [json.loads(text)["time"] for text in lines]
+    measured = float(np.quantile(np.diff(ends[1:]), 0.25))
+    run = config.load(None, words)
+    cluster, rates, engine = machine.place(None, workers, run)
+    return simulate_run(run, cluster, None, None, 0.01, 0, engine, rates).plan.step, measured
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tables", type=Path, help="folder of the published tables")
     parser.add_argument("--fit", action="store_true", help="fit constants and correction, and write them")
+    parser.add_argument("--local", action="store_true", help="score predictions for this machine on runs of it")
+    parser.add_argument("--spread", action="store_true", help="with --local: runs of two processes too")
     arguments = parser.parse_args()
+    if arguments.local:
+        local(arguments.spread)
     if arguments.tables is not None:
         if arguments.fit:
             fit(arguments.tables)

@@ -23,9 +23,9 @@ import torch.nn.functional as F
 
 from lanewise import config
 from lanewise.lanes.vote import Ballot
-from lanewise.models.build import build
+from lanewise.parallel.build import build_part
 from lanewise.parallel.mesh import Mesh
-from lanewise.planner.choice import Choice, Floats
+from lanewise.planner.choice import RECOMPUTE, Choice, Floats
 from lanewise.planner.cluster import Cluster
 from lanewise.planner.cost import A100_RATE, Rates, Time, step_time
 from lanewise.planner.hardware import Device
@@ -84,21 +84,24 @@ def bandwidth() -> float:
     return 2 * 4 * 2**24 / seconds(lambda: a.copy_(b), 0.2, clock=time.process_time)
 
 
-def small_run(shape: tuple[str, int, int, int, int, int], precision: str = "fp32") -> config.Run:
+def small_run(
+    shape: tuple[str, int, int, int, int, int], precision: str = "fp32", recompute: str = "none"
+) -> config.Run:
     preset, layers, hidden, ffn, sequences, length = shape
     return config.load(
         None,
         [
             f"model.preset={preset}", "model.vocab_size=1024", f"model.layers={layers}", f"model.hidden={hidden}",
             f"model.ffn_hidden={ffn}", "batch.lanes=1", f"batch.size={sequences}", f"batch.sequence_length={length}",
-            f"train.precision={precision}",
+            f"train.precision={precision}", f"layout.recompute={recompute}",
         ],
     )  # fmt: skip
 
 
 def measure_step(run: config.Run) -> float:
     """Seconds of a training step in one process, without its data and records."""
-    replica = Replica(run, build(run.model), Mesh.alone(torch.device("cpu")))
+    mesh = Mesh.alone(torch.device("cpu"))
+    replica = Replica(run, build_part(run, mesh), mesh)
     shape = (run.batch.size, run.batch.sequence_length)
     tokens = torch.randint(run.model.vocab_size, shape)
     updates = itertools.count()
@@ -245,7 +248,9 @@ def probe(cache: str, say: Callable[[str], None]) -> dict[str, Any]:
 
 def predict_alone(run: config.Run, cluster: Cluster, rates: Rates) -> float:
     """Seconds of a step of one process."""
-    choice = Choice(micro=float(run.batch.size), count=float(run.batch.lanes * run.batch.microbatches), zero=0)
+    count = float(run.batch.lanes * run.batch.microbatches)
+    again = RECOMPUTE.index(run.layout.recompute)
+    choice = Choice(micro=float(run.batch.size), count=count, recompute=again, zero=0)
     return float(
         step_time(describe(run.model), choice, run.batch.sequence_length, cluster, run.train.precision, rates).total
     )
