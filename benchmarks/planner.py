@@ -229,8 +229,7 @@ def _spread(case: tuple[str, int, int]) -> tuple[float, float]:
     ends = [json.loads(text)["time"] for text in lines]
     measured = float(np.quantile(np.diff(ends[1:]), 0.25))
     run = config.load(None, words)
-    cluster, rates, engine = machine.place(None, workers, run)
-    return simulate_run(run, cluster, None, None, 0.01, 0, engine, rates).plan.step, measured
+    return simulate_run(run, machine.place(None, workers, run), length_days=0.01).plan.step, measured
 
 
 def main() -> None:

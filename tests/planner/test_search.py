@@ -10,6 +10,8 @@ from lanewise.cli.main import main
 from lanewise.parallel.layout import Layout, check
 from lanewise.planner import search
 from lanewise.planner.cluster import read_cluster
+from lanewise.planner.machine import Where
+from lanewise.planner.memory import OURS
 from lanewise.planner.report import chosen
 
 LLAMA = ["model.preset=llama3.1-405b", "train.precision=bf16", "batch.lanes=2048", "batch.sequence_length=8192"]
@@ -22,7 +24,7 @@ DEEPSEEK = ["model.preset=deepseek-v3", "train.precision=bf16", "batch.lanes=153
 )
 def test_published_giants_fit_and_the_choice_is_a_valid_run(words, cluster, published):
     run = config.load(None, words)
-    space = search.explore(run, read_cluster(cluster))
+    space = search.explore(run, Where(read_cluster(cluster)))
     plans = search.rank(space)
     assert all(plan.bytes <= 80e9 * search.USABLE for plan in plans)
     assert any(plan.layout == Layout.parse(published) for plan in plans)
@@ -32,13 +34,13 @@ def test_published_giants_fit_and_the_choice_is_a_valid_run(words, cluster, publ
         check(plan.layout, settled, read_cluster(cluster).devices)
         assert plan.layout.replicas(read_cluster(cluster).devices) == plan.replicas
     assert [p.step for p in plans] == sorted(p.step for p in plans)
-    assert plans == search.rank(search.explore(run, read_cluster(cluster)))
+    assert plans == search.rank(search.explore(run, Where(read_cluster(cluster))))
 
 
 def test_under_a_second_for_ten_thousand_devices():
     run = config.load(None, [*DEEPSEEK, "batch.lanes=10000"])
     start = time.process_time()
-    plans = search.rank(search.explore(run, read_cluster("1250x8 H100")))
+    plans = search.rank(search.explore(run, Where(read_cluster("1250x8 H100"))))
     assert time.process_time() - start < 1.0
     assert plans
 
@@ -48,9 +50,9 @@ def test_pruning_is_exact():
     run = config.load(
         None, ["model.preset=llama3-8b", "train.precision=bf16", "batch.lanes=16", "batch.sequence_length=8192"]
     )
-    space = search.explore(run, read_cluster("2x8 A100"))
+    space = search.explore(run, Where(read_cluster("2x8 A100")))
     for place in range(0, space.size, 37):
-        one = search.memory(space.model, space.choice.at(place), 8192, search.OURS)
+        one = search.memory(space.model, space.choice.at(place), 8192, OURS)
         assert (float(one.total) <= 80e9 * search.USABLE) == bool(space.fits[place])
     assert 0 < space.fits.sum() < space.size
 

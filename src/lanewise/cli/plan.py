@@ -33,8 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     settings = config.load_words(arguments.words)
     vocab = settings.model.vocab_size or settings.data.vocab_size
-    cluster, rates, engine = place(arguments.cluster, arguments.workers, settings)
-    space = search.explore(settings, cluster, vocab, engine, rates)
+    space = search.explore(settings, place(arguments.cluster, arguments.workers, settings), vocab)
     plans = search.rank(space)
     if not plans:
         raise UserError(explain.nothing_fits(space))
@@ -48,11 +47,11 @@ def run(arguments: argparse.Namespace) -> int:
         shown = [report.numbers(space, plan) for plan in plans[: arguments.top]]
         print(
             json.dumps(
-                {"cluster": str(cluster), "candidates": space.size, "fit": len(plans), "plans": shown, "why": why}
+                {"cluster": str(space.cluster), "candidates": space.size, "fit": len(plans), "plans": shown, "why": why}
             )
         )
         return 0
-    print(f"{cluster}: {space.size} candidates, {int(space.fits.sum())} fit, in {len(plans)} layouts\n")
+    print(f"{space.cluster}: {space.size} candidates, {int(space.fits.sum())} fit, in {len(plans)} layouts\n")
     print(report.table(space, plans[: arguments.top]))
     print(f"\n{report.waterfall(first)}\n")
     print("\n".join(why))

@@ -38,10 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     layout = [] if arguments.layout is None else [f'layout.axes="{arguments.layout}"']
     settings = config.load_words([*arguments.words, *layout])
-    cluster, rates, engine = place(arguments.cluster, arguments.workers, settings)
-    found = simulate_run(
-        settings, cluster, arguments.schedule, arguments.chunks, arguments.days, arguments.seed, engine, rates
-    )
+    where = place(arguments.cluster, arguments.workers, settings)
+    found = simulate_run(settings, where, arguments.schedule, arguments.chunks, arguments.days, arguments.seed)
     if arguments.picture is not None:
         arguments.picture.write_text(found.svg(), encoding="utf-8")
     if arguments.trace is not None:

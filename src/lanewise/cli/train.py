@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lanewise import config
 from lanewise.elastic import environment, launcher
-from lanewise.errors import EXIT_USER, UserError
+from lanewise.errors import EXIT_DONE, EXIT_RESUMABLE, EXIT_USER, UserError
 from lanewise.parallel.layout import Layout, check
 from lanewise.runfolder import open_run
 
@@ -65,7 +65,10 @@ def _run(arguments: argparse.Namespace, place: environment.Place | None) -> int:
     launcher.warm_up()
     job = _prepare(settings, arguments)
     with open_run(job.run, job.out, job.resume, job.data):
-        return launcher.launch(job, workers)
+        code = launcher.launch(job, workers)
+    if code in (EXIT_DONE, EXIT_RESUMABLE):
+        _learn(job, workers, arguments)
+    return code
 
 
 def _planned(settings: config.Run, workers: int, arguments: argparse.Namespace) -> config.Run:
@@ -75,6 +78,17 @@ def _planned(settings: config.Run, workers: int, arguments: argparse.Namespace) 
     text = f"planned: {plan.name}, recompute {plan.recompute}, ZeRO {plan.zero}: {plan.step:.3g} s a step"
     print(text, file=sys.stderr if arguments.json else sys.stdout)
     return settings
+
+
+def _learn(job: "Job", workers: int, arguments: argparse.Namespace) -> None:
+    """Keep what the run took beside what was predicted, if this machine has been probed, and say how far they are."""
+    from lanewise.planner.learning import record
+
+    row = record(job.run, workers, job.out)
+    if row is not None:
+        off = row["predicted_s"] / row["measured_s"] - 1
+        text = f"a step took {row['measured_s']:.3g} s; the planner said {row['predicted_s']:.3g} s ({off:+.0%})"
+        print(text, file=sys.stderr if arguments.json else sys.stdout)
 
 
 def _prepare(settings: config.Run, arguments: argparse.Namespace, quiet: bool = False) -> "Job":

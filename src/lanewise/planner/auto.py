@@ -16,8 +16,7 @@ AUTO = "auto"
 
 def settle(run: Run, workers: int) -> tuple[Run, Plan]:
     """The run with axes, recomputation and ZeRO stage chosen, and the plan. Raises UserError: not probed; none fits."""
-    cluster, rates, engine = place(None, workers, run)
-    space = explore(run, cluster, run.model.vocab_size or run.data.vocab_size, engine, rates)
+    space = explore(run, place(None, workers, run), run.model.vocab_size or run.data.vocab_size)
     c, batch = space.choice, run.batch
     same = (c.micro * c.fsdp * c.ep == batch.size) & (batch.lanes % np.maximum(space.replicas, 1) == 0)
     plans = rank(replace(space, fits=space.fits & same))

@@ -109,11 +109,13 @@ def fit(features: Floats, log_ratio: Floats, groups: Sequence[str], about: dict[
 
 
 def middles(x: Floats) -> Floats:
+    if len(x) <= POINTS:
+        return x
     try:
         from sklearn.cluster import KMeans
     except ImportError:
         raise UserError("fitting needs scikit-learn: pip install 'lanewise[plan]'") from None
-    centres: Floats = KMeans(min(POINTS, len(x)), n_init=1, random_state=0).fit(x).cluster_centers_
+    centres: Floats = KMeans(POINTS, n_init=1, random_state=0).fit(x).cluster_centers_
     return centres
 
 

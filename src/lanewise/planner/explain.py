@@ -76,14 +76,13 @@ def nothing_fits(space: Space) -> str:
 def _remedy(space: Space) -> str:
     for factor in (2, 4, 8, 16, 32, 64):
         cluster: Cluster = replace(space.cluster, nodes=space.cluster.nodes * factor)
-        run = space.run
-        if explore(run, cluster, space.model.vocab, rates=space.rates).fits.any():
+        if explore(space.run, space.where._replace(cluster=cluster), space.model.vocab).fits.any():
             return f"{cluster.devices} devices would do"
     length = space.run.batch.sequence_length
     while length > 256:
         length //= 2
         run = space.run.model_copy(update={"batch": space.run.batch.model_copy(update={"sequence_length": length})})
-        if explore(run, space.cluster, space.model.vocab, rates=space.rates).fits.any():
+        if explore(run, space.where, space.model.vocab).fits.any():
             return f"batch.sequence_length={length} would do"
     return "a smaller model or devices with more memory are needed"
 

@@ -4,25 +4,51 @@ import json
 import os
 import platform
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from lanewise.config import Run
 from lanewise.errors import UserError
+from lanewise.planner.choice import Floats
 from lanewise.planner.cluster import Cluster, read_cluster
+from lanewise.planner.correction import Corrected, Correction, shipped
 from lanewise.planner.cost import Rates
 from lanewise.planner.hardware import Device
+from lanewise.planner.learning import learned
 from lanewise.planner.memory import OURS, Engine
 
+UNSURE = (0.8, 1.3)  # p10 and p90 where nothing like it was learned from
 
-def place(cluster: str | None, workers: int | None, run: Run) -> tuple[Cluster, Rates | None, Engine]:
-    """Cluster, rates (None: those fitted to published runs) and engine. Raises UserError: not probed."""
+
+class Where(NamedTuple):
+    """What a plan is for. rates, correction: None are those fitted to published runs."""
+
+    cluster: Cluster
+    engine: Engine = OURS
+    rates: Rates | None = None
+    correction: Correction | None = None
+
+    def correct(self, features: Floats) -> Corrected:
+        """What is learned of such runs: from this machine's own, or from published ones. What nothing like it was
+        learned from is left as it is, with a wide interval."""
+        count = len(features)
+        if self.rates is not None and self.correction is None:
+            return Corrected(np.ones(count), np.full(count, 0.85), np.full(count, 1.2), np.zeros(count, dtype=bool))
+        factor, low, high, far = (self.correction or shipped()).predict(features)
+        return Corrected(np.where(far, 1, factor), np.where(far, UNSURE[0], low), np.where(far, UNSURE[1], high), far)
+
+
+def place(cluster: str | None, workers: int | None, run: Run) -> Where:
+    """A described cluster, or else this machine. Raises UserError: not probed."""
     if cluster is not None:
         if workers is not None:
             raise UserError("--workers is for this machine: leave it out with --cluster")
-        return read_cluster(cluster), None, OURS
+        return Where(read_cluster(cluster))
     probed = read_probe(run.data.cache)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return (*local(probed, workers or max(cores // run.train.threads, 1)), LOCAL)
+    here, rates = local(probed, workers or max(cores // run.train.threads, 1))
+    return Where(here, LOCAL, rates, learned(run.data.cache))
 
 
 # On a CPU there is no context and no allocator that keeps blocks; what one process of ours holds beside its tensors is

@@ -1,7 +1,7 @@
 """Every layout that a run allows on a cluster, costed at once, and the best of those that fit. Deterministic."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import gcd
 from typing import Any
 
@@ -9,17 +9,16 @@ import numpy as np
 
 from lanewise.config import Layout as LayoutSettings
 from lanewise.config import Run
-from lanewise.parallel.layout import MISSING, Layout
+from lanewise.parallel.layout import MISSING, Layout, check
 from lanewise.planner.choice import RECOMPUTE, SCHEDULES, Choice, Floats
 from lanewise.planner.cluster import Cluster
-from lanewise.planner.correction import shipped
-from lanewise.planner.cost import Rates, Time, step_time
+from lanewise.planner.cost import Time, step_time
 from lanewise.planner.features import features
-from lanewise.planner.memory import OURS, Engine, Memory, memory
+from lanewise.planner.machine import Where
+from lanewise.planner.memory import Memory, memory
 from lanewise.planner.model import Transformer, describe
 
 USABLE = 0.94  # of a device's memory: the rest fragments
-UNSURE = (0.8, 1.3)  # p10 and p90 where nothing like it was learned from
 
 
 @dataclass(frozen=True)
@@ -60,13 +59,24 @@ class Space:
 
     run: Run
     model: Transformer
-    cluster: Cluster
+    where: Where
     choice: Choice
     replicas: Floats
     memory: Memory
     fits: Any
-    precision: str
-    rates: Rates | None = None
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.where.cluster
+
+    @property
+    def precision(self) -> str:
+        return self.run.train.precision
+
+    def time(self, choice: Choice) -> Time:
+        """Seconds of a step of choices, by part, nothing learned in it."""
+        length = self.run.batch.sequence_length
+        return step_time(self.model, choice, length, self.cluster, self.precision, self.where.rates)
 
     @property
     def size(self) -> int:
@@ -151,17 +161,44 @@ def _divisors(n: int, most: int) -> list[int]:
     return [d for d in range(1, min(n, most) + 1) if n % d == 0]
 
 
-def explore(run: Run, cluster: Cluster, vocab: int = 0, engine: Engine = OURS, rates: Rates | None = None) -> Space:
+def explore(run: Run, where: Where, vocab: int = 0) -> Space:
     """All candidates with their memory. vocab: the tokenizer's, if the run file leaves it open."""
     model = describe(run.model, vocab)
-    choice, replicas = candidates(run, model, cluster.devices, cluster.fast)
+    choice, replicas = candidates(run, model, where.cluster.devices, where.cluster.fast)
+    return _space(run, model, where, choice, replicas)
+
+
+def fixed(run: Run, where: Where, schedule: str, chunks: int) -> Space:
+    """The one candidate that is the run's own layout. Raises UserError if it cannot be."""
+    layout = Layout.parse(run.layout.axes)
+    check(layout, run, where.cluster.devices)
+    replicas, rows = layout.replicas(where.cluster.devices), layout.fsdp * layout.ep
+    lanes = -(-run.batch.lanes // replicas)  # of the replica that has most
+    numbers = {
+        **layout.degrees,
+        "data": replicas * rows,
+        "expert_tp": layout.tp,
+        "chunks": chunks,
+        "micro": run.batch.size // rows,
+        "count": lanes * run.batch.microbatches,
+        "recompute": RECOMPUTE.index(run.layout.recompute),
+        "schedule": SCHEDULES.index(schedule),
+        "zero": run.layout.zero,
+    }
+    choice = Choice(**{name: np.array([float(number)]) for name, number in numbers.items()})
+    model = describe(run.model, run.model.vocab_size or run.data.vocab_size)
+    return _space(run, model, where, choice, np.array([float(replicas)]))
+
+
+def _space(run: Run, model: Transformer, where: Where, choice: Choice, replicas: Floats) -> Space:
+    engine = where.engine
     # a run in fp32 has no separate masters, and what travels and is kept is twice as wide
-    precision = run.train.precision
-    if precision == "fp32":
-        engine = Engine(**{**vars(engine), "weight": 4.0, "optimizer": 8.0, "activations": 2 * engine.activations})
+    if run.train.precision == "fp32":
+        engine = replace(engine, weight=4.0, optimizer=8.0, activations=2 * engine.activations)
     held = memory(model, choice, run.batch.sequence_length, engine)
-    fits = np.atleast_1d(held.total <= cluster.device.memory * USABLE) if len(replicas) else np.zeros(0, dtype=bool)
-    return Space(run, model, cluster, choice, replicas, held, fits, precision, rates)
+    usable = where.cluster.device.memory * USABLE
+    fits = np.atleast_1d(held.total <= usable) if len(replicas) else np.zeros(0, dtype=bool)
+    return Space(run, model, where, choice, replicas, held, fits)
 
 
 def rank(space: Space) -> list[Plan]:
@@ -186,7 +223,7 @@ def best_of(space: Space, layout: Layout) -> Plan | None:
 def _best_of_each(space: Space, place: Any) -> Any:
     """Of the candidates at `place`, the fastest of each layout. Ties go to what keeps more and shards less."""
     choice = space.choice.at(place)
-    time = step_time(space.model, choice, space.run.batch.sequence_length, space.cluster, space.precision, space.rates)
+    time = space.time(choice)
     total = np.broadcast_to(np.round(time.total, 9), (len(place),))
     keys = np.stack([choice.pp, choice.fsdp, choice.cp, choice.ep, choice.tp])
     order = np.lexsort((choice.zero, choice.recompute, total))
@@ -197,19 +234,10 @@ def _best_of_each(space: Space, place: Any) -> Any:
 def cost_out(space: Space, place: Any) -> list[Plan]:
     """The candidates at `place` in detail."""
     choice, run, cluster = space.choice.at(place), space.run, space.cluster
-    time = step_time(space.model, choice, run.batch.sequence_length, cluster, space.precision, space.rates)
+    time = space.time(choice)
     total = np.broadcast_to(time.total, (len(place),))
-    if space.rates is None:
-        x = features(space.model, choice, run.batch.sequence_length, cluster, space.precision, time)
-        factor, low, high, far = shipped().predict(x)
-        factor, low, high = np.where(far, 1, factor), np.where(far, UNSURE[0], low), np.where(far, UNSURE[1], high)
-    else:  # measured on this machine
-        factor, low, high, far = (
-            np.ones(len(place)),
-            np.full(len(place), 0.9),
-            np.full(len(place), 1.1),
-            np.zeros(len(place)),
-        )
+    length = run.batch.sequence_length
+    factor, low, high, far = space.where.correct(features(space.model, choice, length, cluster, space.precision, time))
     made = []
     for i, at in enumerate(place):
         parts = {f.name: float(np.broadcast_to(getattr(time, f.name), total.shape)[i]) for f in fields(Time)}

@@ -7,15 +7,12 @@ import numpy as np
 
 from lanewise.config import Run
 from lanewise.errors import UserError
-from lanewise.parallel.layout import Layout, check
+from lanewise.parallel.layout import Layout
 from lanewise.parallel.stages import stages
-from lanewise.planner.choice import RECOMPUTE, SCHEDULES, Choice
-from lanewise.planner.cluster import Cluster
-from lanewise.planner.cost import Rates, step_time
-from lanewise.planner.memory import Engine, memory
-from lanewise.planner.model import describe
+from lanewise.planner.choice import SCHEDULES
+from lanewise.planner.machine import Where
 from lanewise.planner.report import numbers, waterfall
-from lanewise.planner.search import USABLE, Plan, Space, cost_out
+from lanewise.planner.search import USABLE, Plan, Space, cost_out, fixed
 from lanewise.simulator.events import Durations, Event, bubble, simulate, span
 from lanewise.simulator.goodput import DAY, Faults, checkpoint_interval, days
 from lanewise.simulator.picture import chrome_trace, svg
@@ -73,44 +70,24 @@ class Simulated:
 
 def simulate_run(
     run: Run,
-    cluster: Cluster,
-    schedule: str | None,
-    chunks: int | None,
-    length_days: float,
-    seed: int,
-    engine: Engine,
-    rates: Rates | None,
+    where: Where,
+    schedule: str | None = None,
+    chunks: int | None = None,
+    length_days: float = 7.0,
+    seed: int = 0,
 ) -> Simulated:
     """Raises UserError if the layout cannot be, or the schedule."""
-    layout = Layout.parse(run.layout.axes)
-    check(layout, run, cluster.devices)
-    replicas = layout.replicas(cluster.devices)
     schedule = schedule or getattr(run.layout, "schedule", "1f1b")
     if schedule not in SCHEDULES:
         raise UserError(f"schedule {schedule!r} is unknown: choose one of {', '.join(SCHEDULES)}")
-    chunks = chunks or (1 if schedule in ("1f1b", "gpipe") or layout.pp == 1 else 2)
-    rows = layout.fsdp * layout.ep
-    micro = run.batch.size // rows
-    lanes = -(-run.batch.lanes // replicas)  # of the replica that has most
-    choice = Choice(
-        **{axis: np.array([float(degree)]) for axis, degree in layout.degrees.items()},
-        data=np.array([float(replicas * rows)]),
-        expert_tp=np.array([float(layout.tp)]),
-        chunks=np.array([float(chunks)]),
-        micro=np.array([float(micro)]),
-        count=np.array([float(lanes * run.batch.microbatches)]),
-        recompute=np.array([RECOMPUTE.index(run.layout.recompute)]),
-        schedule=np.array([SCHEDULES.index(schedule)]),
-        zero=np.array([run.layout.zero]),
-    )
-    model = describe(run.model, run.model.vocab_size or run.data.vocab_size)
-    held = memory(model, choice, run.batch.sequence_length, engine)
-    fits = np.atleast_1d(held.total <= cluster.device.memory * USABLE)
-    space = Space(run, model, cluster, choice, np.array([float(replicas)]), held, fits, run.train.precision, rates)
+    one = schedule in ("1f1b", "gpipe") or Layout.parse(run.layout.axes).pp == 1
+    chunks = chunks or (1 if one else 2)
+    space = fixed(run, where, schedule, chunks)
+    cluster = where.cluster
     plan = cost_out(space, np.array([0]))[0]
-    events = _pipeline(space, plan, schedule, chunks) if layout.pp > 1 else []
-    faults = Faults(cluster.mtbf, replicas=replicas)
-    faults = Faults(cluster.mtbf, replicas=replicas, every=checkpoint_interval(plan.step, cluster.devices, faults))
+    events = _pipeline(space, plan, schedule, chunks) if plan.layout.pp > 1 else []
+    faults = Faults(cluster.mtbf, replicas=plan.replicas)
+    faults = Faults(cluster.mtbf, replicas=plan.replicas, every=checkpoint_interval(plan.step, cluster.devices, faults))
     pure = plan.step - plan.time["jitter"]
     length = length_days * DAY
     return Simulated(space, plan, events, faults, days(pure, cluster.devices, faults, length, seed), length)
@@ -124,9 +101,7 @@ def _pipeline(space: Space, plan: Plan, schedule: str, chunks: int) -> list[Even
         raise UserError(f"{ranks} ranks with {chunks} stages each: more than model.layers ({space.model.layers})")
     if plan.chunks != chunks:
         raise AssertionError("the plan is of another pipeline")
-    time = step_time(
-        space.model, space.choice, space.run.batch.sequence_length, space.cluster, space.precision, space.rates
-    )
+    time = space.time(space.choice)
     micro = {f.name: float(np.atleast_1d(getattr(time, f.name))[0]) / plan.count for f in fields(time)}
     shared = micro["tensor"] + micro["expert"] + micro["context"]
     forward = (
