@@ -76,6 +76,13 @@ def test_sharding_divides_what_it_should():
     assert float(memory(MODEL, Choice(tp=8), 4096).weights) == pytest.approx(2 * P / 8, rel=1e-3)
 
 
+def test_lanes_of_a_replica_keep_gradients_of_their_own():
+    """The tree of 8 lanes has at most three nodes waiting (sizes 4, 2 and 1) beside the lane at work."""
+    one, eight = (memory(MODEL, Choice(data=8, lanes=n, count=n, zero=2), 4096) for n in (1, 8))
+    assert float(eight.gradients) == pytest.approx(4 * 4 * MODEL.parameters, rel=1e-3)
+    assert float(one.gradients) == pytest.approx(float(eight.gradients) / 4 / 8)
+
+
 def test_experts_are_spread_by_ep():
     model = describe(config.load_model({"preset": "deepseek-v3"}))
     whole, spread = (memory(model, Choice(data=64, ep=ep), 4096, Engine()) for ep in (1, 64))

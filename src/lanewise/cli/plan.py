@@ -39,6 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(explain.nothing_fits(space))
     first = plans[0]
     why = [explain.against(first, rival) for rival in plans[1:3]] + explain.obvious(space, first)
+    why += explain.lanes(space, first)
     why += [_stands(search.best_of(space, Layout.parse(text)), text, space, plans) for text in arguments.rank]
     if arguments.out is not None:
         chosen = report.chosen(settings, first)

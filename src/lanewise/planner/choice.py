@@ -17,9 +17,9 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs", "interleaved-zb", "zb
 class Choice:
     """data: ranks that read different sequences (replicas x fsdp x ep); fsdp: ranks among which weights are sharded.
 
-    ep: ranks among which experts are spread; expert_tp: ranks that share one expert. chunks: stages a rank holds.
-    micro: sequences of one microbatch on one rank; count: microbatches of a step on one rank. recompute, schedule:
-    positions in RECOMPUTE and SCHEDULES. zero: 0 to 2, across copies of a weight.
+    ep: ranks among which experts are spread; expert_tp: ranks that share one expert. chunks: stages a rank holds;
+    lanes: that a replica holds. micro: sequences of one microbatch on one rank; count: microbatches of a step on one
+    rank. recompute, schedule: positions in RECOMPUTE and SCHEDULES. zero: 0 to 2, across copies of a weight.
     """
 
     data: Number = 1
@@ -30,6 +30,7 @@ class Choice:
     tp: Number = 1
     expert_tp: Number = 1
     chunks: Number = 1
+    lanes: Number = 1
     micro: Number = 1
     count: Number = 1
     recompute: Number = 0

@@ -46,6 +46,17 @@ def obvious(space: Space, first: Plan) -> list[str]:
     return lines
 
 
+def lanes(space: Space, plan: Plan) -> list[str]:
+    """What it costs that a replica holds several lanes, where that is much."""
+    held = space.run.batch.lanes // plan.replicas if space.run.batch.lanes % plan.replicas == 0 else 1
+    if held < 2 or plan.memory["gradients"] < 0.2 * plan.bytes:
+        return []
+    return [
+        f"a replica holds {held} of the {space.run.batch.lanes} lanes, each with a gradient of its own along the "
+        f"canonical tree: {plan.memory['gradients'] / 1e9:.3g} GB; fewer lanes (batch.lanes) take less, and allow fewer replicas"
+    ]
+
+
 def missing_bytes(space: Space, plan: Plan) -> float:
     return plan.bytes - space.cluster.device.memory * USABLE
 

@@ -24,7 +24,8 @@ class Engine:
     gradient: kept over the step; optimizer: masters and moments; logits: bytes per logit at the peak, or 0 where the
     loss is computed in chunks, of `chunk` logits; spread: whether what a recomputed block keeps is cut by tp;
     activations: kept, over those that a fully fused block keeps; slack: allocator's waste, a share of activations;
-    context: outside the allocator's books.
+    context: outside the allocator's books; tree: lanes add up along the canonical tree, each with a gradient of its
+    own, so that one node of each size may wait beside the lane at work.
     """
 
     weight: float = 2.0
@@ -37,9 +38,10 @@ class Engine:
     slack: float = 0.03
     buffers: float = 0.3e9
     context: float = 0.0
+    tree: bool = False
 
 
-OURS = Engine(context=1.0e9)
+OURS = Engine(context=1.0e9, tree=True)
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,10 @@ def _stage(model: Transformer, choice: Choice, sequence: int, engine: Engine, pl
     gathered = np.where(
         choice.fsdp > 1, 2 * (model.block_dense / choice.tp + model.block_experts / (choice.ep * choice.expert_tp)), 0
     )
-    gradients = np.where(choice.zero >= 2, owned, held) * engine.gradient + gathered * engine.weight
+    waiting = 1 + np.floor(np.log2(choice.lanes)) if engine.tree else 1
+    # a gradient that is added to again is whole until the last microbatch
+    early = (choice.zero >= 2) & ((choice.count == 1) | (not engine.tree))
+    gradients = np.where(early, owned, held * waiting) * engine.gradient + gathered * engine.weight
 
     stage = np.where(place == 0, 0, choice.pp - 1)
     flight = in_flight(choice, stage)

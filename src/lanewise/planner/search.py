@@ -110,8 +110,11 @@ def candidates(run: Run, model: Transformer, devices: int, fast: int) -> tuple[C
     def every(a: Floats) -> Floats:
         return np.tile(a, n)
 
+    size = micro * fsdp * ep
+    kept = (run.batch.lanes % replicas == 0) & (run.batch.sequences % (run.batch.lanes * size) == 0)
     choice = Choice(
         data=each(replicas * fsdp * ep),
+        lanes=each(np.where(kept, run.batch.lanes / replicas, 1)),  # as `report.chosen` has them
         fsdp=each(fsdp),
         pp=each(pp),
         cp=each(cp),
@@ -179,6 +182,7 @@ def fixed(run: Run, where: Where, schedule: str, chunks: int) -> Space:
         "data": replicas * rows,
         "expert_tp": layout.tp,
         "chunks": chunks,
+        "lanes": lanes,
         "micro": run.batch.size // rows,
         "count": lanes * run.batch.microbatches,
         "recompute": RECOMPUTE.index(run.layout.recompute),
