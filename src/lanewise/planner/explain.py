@@ -53,7 +53,8 @@ def lanes(space: Space, plan: Plan) -> list[str]:
         return []
     return [
         f"a replica holds {held} of the {space.run.batch.lanes} lanes, each with a gradient of its own along the "
-        f"canonical tree: {plan.memory['gradients'] / 1e9:.3g} GB; fewer lanes (batch.lanes) take less, and allow fewer replicas"
+        f"canonical tree: {plan.memory['gradients'] / 1e9:.3g} GB; fewer lanes (batch.lanes) take less, and allow "
+        f"fewer replicas"
     ]
 
 
