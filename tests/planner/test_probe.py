@@ -54,6 +54,6 @@ def test_auto_keeps_the_batch(tmp_path):
     assert settled.batch == run.batch
     check(Layout.parse(settled.layout.axes), settled, 4)
     assert settled.layout.axes == str(plan.layout)
-    odd = run.model_copy(update={"batch": run.batch.model_copy(update={"lanes": 3, "sequence_length": 251})})
-    with pytest.raises(UserError, match=r"batch\.lanes|no layout divides"):
-        settle(odd, 4)
+    odd = ["model.layers=1", "batch.lanes=3", "batch.sequence_length=251"]
+    with pytest.raises(UserError, match="no layout divides 4 devices"):
+        settle(config.load(None, ["model.preset=tiny-dense", f"data.cache={tmp_path}", *odd]), 4)

@@ -31,24 +31,16 @@ def test_a_plain_network_by_hand():
 
 
 def test_another_librarys_model():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    settings = LlamaConfig(
-        vocab_size=100,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        use_cache=False,
-    )
     with torch.device("meta"):
-        model = LlamaForCausalLM(settings)
-        block, rest = trace(model, (torch.zeros(2, 16, dtype=torch.int64),))
-    assert (block.path, block.count) == ("model.layers.0", 3)
-    assert block.parameters == 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
-    # two products of 4 x 16 x 16 scores on top of the weights', for 32 tokens
-    assert block.flops == 2 * 32 * (block.parameters - 2 * 64) + 2 * 2 * 2 * 16 * 16 * 64
-    assert rest.parameters == 2 * 100 * 64 + 64
+        layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+        model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        block, rest = trace(model, (torch.empty(2, 16, 64),))
+    assert (block.path, block.count) == ("layers.0", 3)
+    weights = 4 * 64 * 64 + 2 * 64 * 128
+    assert block.parameters == weights + 4 * 64 + 128 + 64 + 2 * 2 * 64  # biases and norms
+    # two products of 16 x 16 scores a head, on top of the weights', for 32 tokens
+    assert block.flops == 2 * 32 * weights + 2 * 2 * 2 * 16 * 16 * 64
+    assert (rest.parameters, rest.flops) == (0, 0)
 
 
 def test_saved_activations_of_our_block_are_the_memory_models():

@@ -40,6 +40,9 @@ def torchs_order(schedule: str, ranks: int, microbatches: int, chunks: int) -> l
         # they print as stage, kind, microbatch; what is no computation (a reduction of gradients) does not match
         words = [re.fullmatch(r"(\d+)([FBIW])(\d+)", str(action)) for action in flat]
         found.append([Action(word[2], int(word[1]), int(word[3])) for word in words if word])
+    if schedule == "1f1b" and found[-1][0].microbatch == 1:
+        # torch 2.13 lists the last rank's forwards from 1; what it runs (`_step_microbatches`) starts from 0
+        found[-1] = [a._replace(microbatch=a.microbatch - (a.kind == "F")) for a in found[-1]]
     return found
 
 

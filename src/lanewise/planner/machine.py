@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +54,7 @@ def place(cluster: str | None, workers: int | None, run: Run) -> Where:
 
 # On a CPU there is no context and no allocator that keeps blocks; what one process of ours holds beside its tensors is
 # the interpreter with torch, and that is shared or outside what a plan can change.
-LOCAL = Engine(slack=0.0, buffers=0.0, context=0.0, activations=1.5)
+LOCAL = replace(OURS, slack=0.0, buffers=0.0, context=0.0)
 
 
 def local(probed: dict[str, Any], workers: int) -> tuple[Cluster, Rates]:
