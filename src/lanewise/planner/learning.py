@@ -1,5 +1,6 @@
 """What this machine's own runs teach: each appends its features, prediction and measurement; plans learn from them."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,9 +66,10 @@ def record(run: "Run", workers: int, out: Path) -> dict[str, Any] | None:
         "measured_s": measured,
     }
     path = runs_path(run.data.cache)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+    with contextlib.suppress(OSError):  # a cache that cannot be written costs a lesson, not the run
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
     return row
 
 

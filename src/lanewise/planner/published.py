@@ -16,7 +16,7 @@ from lanewise.planner.table import Case, Refused, read_table
 
 # What published frameworks hold: logits in 16 and 32 bits, and activations. No cell says which framework it was; models
 # with grouped queries or experts, and runs in 8 bits, are of the time of fused blocks.
-FUSED = Engine(logits=8.0, activations=0.68)
+FUSED = Engine(logits=8.0, activations=0.6)
 EAGER = Engine(logits=8.0, activations=1.5, spread=False, buffers=1e9)
 HALF = replace(EAGER, gradient=2.0)  # in fp16 the gradients stay so
 BESIDE = (
