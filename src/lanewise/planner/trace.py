@@ -1,6 +1,7 @@
 """Any nn.Module as the planner sees it: FLOPs, parameters and saved activations of each repeated block.
 
-The module runs once on the meta device: shapes without numbers, no weights allocated.
+The module runs once on the meta device: shapes without numbers, no weights allocated. Attention has no fused kernel
+there: where a device has one, the scores that are counted as saved are not.
 """
 
 from collections import Counter
