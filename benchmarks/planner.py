@@ -204,11 +204,15 @@ def local(spread: bool) -> None:
     probed = machine.read_probe("~/.cache/lanewise")
     cluster, rates = machine.local(probed, 1)
     print(f"\n{'step time of this machine':44}{'runs':>6}{'median':>9}{'p90':>9}{'worst':>9}")
-    errors = []
+    errors: dict[str, list[float]] = {"none": [], "full": []}
     for layers, hidden, ffn, sequences, length, recompute in ALONE:
         run = probe.small_run(("tiny-dense", layers, hidden, ffn, sequences, length), recompute=recompute)
-        errors.append(abs(probe.predict_alone(run, cluster, rates) / probe.measure_step(run) - 1))
-    line("one process, sizes, batches, recomputation", errors)
+        off = probe.predict_alone(run, cluster, rates) / probe.measure_step(run) - 1
+        errors[recompute].append(abs(off))
+        print(f"  {layers} layers of {hidden}, {ffn}, {sequences} x {length}, recompute {recompute}: {off:+.1%}")
+    for recompute, found in errors.items():
+        line(f"one process, recompute {recompute}", found)
+    line("one process, all", [*errors["none"], *errors["full"]])
     if spread:
         line(
             "two processes, axes and lanes", [abs(predict / measured - 1) for predict, measured in map(_spread, SPREAD)]
