@@ -49,11 +49,8 @@ SHAPES = (  # small runs, one lane: preset, layers, hidden, feed-forward, sequen
     ("tiny-dense", 2, 256, 768, 1, 1024),
     ("tiny-dense", 4, 128, 384, 2, 64),
     ("tiny-dense", 2, 384, 1024, 1, 64),
-    ("tiny-dense", 4, 320, 896, 3, 160),
     ("tiny-dense", 8, 192, 576, 2, 128),
-    ("tiny-dense", 3, 512, 1024, 2, 256),
     ("tiny-dense", 5, 256, 1024, 6, 64),
-    ("tiny-dense", 2, 384, 1152, 4, 384),
     ("tiny-dense", 1, 256, 768, 2, 512),
 )
 
