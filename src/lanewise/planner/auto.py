@@ -28,7 +28,4 @@ def settle(run: Run, workers: int) -> tuple[Run, Plan]:
             f"workers: see `lanewise plan --workers {workers}`, which may change them"
         )
     first = plans[0]
-    chosen = {"axes": str(first.layout), "recompute": first.recompute, "zero": first.zero}
-    if "schedule" in type(run.layout).model_fields and first.schedule != "none":
-        chosen["schedule"] = first.schedule
-    return run.model_copy(update={"layout": run.layout.model_copy(update=chosen)}), first
+    return run.model_copy(update={"layout": run.layout.model_copy(update=first.settings())}), first

@@ -56,7 +56,8 @@ def record(run: "Run", workers: int, out: Path) -> dict[str, Any] | None:
     except UserError:
         return None
     schedule = getattr(run.layout, "schedule", "1f1b")
-    space = fixed(run, where, schedule, 1 if schedule in ("1f1b", "gpipe") else 2)
+    chunks = getattr(run.layout, "chunks", 0) or (1 if schedule in ("1f1b", "gpipe") else 2)
+    space = fixed(run, where, schedule, chunks)
     time = space.time(space.choice)
     x = features(space.model, space.choice, run.batch.sequence_length, space.cluster, space.precision, time)[0]
     row = {

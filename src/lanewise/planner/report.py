@@ -84,9 +84,7 @@ def chosen(run: Run, plan: Plan) -> Run:
     if lanes % plan.replicas or run.batch.sequences % (lanes * size):
         lanes = plan.replicas
     batch = {"size": size, "lanes": lanes, "microbatches": run.batch.sequences // (lanes * size)}
-    layout = {"axes": str(plan.layout), "recompute": plan.recompute, "zero": plan.zero}
-    if "schedule" in type(run.layout).model_fields and plan.schedule != "none":
-        layout["schedule"] = plan.schedule
+    layout = plan.settings()
     return run.model_copy(
         update={"batch": run.batch.model_copy(update=batch), "layout": run.layout.model_copy(update=layout)}
     )

@@ -9,7 +9,8 @@ import numpy as np
 
 from lanewise.config import Layout as LayoutSettings
 from lanewise.config import Run
-from lanewise.parallel.layout import MISSING, Layout, check
+from lanewise.parallel import layout as layouts
+from lanewise.parallel.layout import Layout, check
 from lanewise.planner.choice import RECOMPUTE, SCHEDULES, Choice, Floats
 from lanewise.planner.cluster import Cluster
 from lanewise.planner.cost import Time, step_time
@@ -46,6 +47,13 @@ class Plan:
     @property
     def bytes(self) -> float:
         return sum(self.memory.values())
+
+    def settings(self) -> dict[str, Any]:
+        """What the run file's layout section says of it."""
+        said = {"axes": str(self.layout), "recompute": self.recompute, "zero": self.zero}
+        if self.layout.pp > 1:
+            said |= {"schedule": self.schedule, "chunks": self.chunks}
+        return {key: value for key, value in said.items() if key in LayoutSettings.model_fields}
 
     @property
     def name(self) -> str:
@@ -150,7 +158,7 @@ def _degrees(run: Run, model: Transformer, devices: int, fast: int) -> Iterator[
             for pp in _divisors(devices // tp // cp, model.layers):
                 for ep in _divisors(gcd(devices // tp // cp // pp, experts), experts) if experts else [1]:
                     rest = devices // tp // cp // pp // ep
-                    for fsdp in [1] if "fsdp" in MISSING else _divisors(gcd(rest, 2**20), rest):
+                    for fsdp in [1] if "fsdp" in getattr(layouts, "MISSING", ()) else _divisors(gcd(rest, 2**20), rest):
                         replicas = rest // fsdp
                         if total % (replicas * fsdp * ep):
                             continue

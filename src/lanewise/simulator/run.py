@@ -81,7 +81,7 @@ def simulate_run(
     if schedule not in SCHEDULES:
         raise UserError(f"schedule {schedule!r} is unknown: choose one of {', '.join(SCHEDULES)}")
     one = schedule in ("1f1b", "gpipe") or Layout.parse(run.layout.axes).pp == 1
-    chunks = chunks or (1 if one else 2)
+    chunks = chunks or getattr(run.layout, "chunks", 0) or (1 if one else 2)
     space = fixed(run, where, schedule, chunks)
     cluster = where.cluster
     plan = cost_out(space, np.array([0]))[0]
