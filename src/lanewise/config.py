@@ -248,7 +248,7 @@ class Layout(Section):
         "none", "activations not kept for the backward: none, all of a block's, or all but products of matrices"
     )
     recompute_stages: tuple[Annotated[int, Field(ge=0)], ...] = free((), "stages that recompute; empty: all of them")
-    axes: str = free("", "axes inside a replica with their degrees, as in 'pp2.tp2'; empty: a replica is one worker")
+    axes: str = free("", "axes inside a replica with their degrees, as in 'pp2.tp2'; 'auto': planned at launch")
     offload: bool = free(False, "with fsdp: weights, gradients and optimizer state in host memory")
     schedule: Literal["gpipe", "1f1b", "interleaved", "looped-bfs", "interleaved-zb", "zbv", "dualpipev"] = free(
         "1f1b", "order of the pipeline's forwards and backwards"

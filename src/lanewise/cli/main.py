@@ -11,7 +11,10 @@ from lanewise.errors import EXIT_FAILED, EXIT_USER, UserError
 VERBS = {
     "train": "train a model: the main job",
     "data": "make shard sets from files, look into them, check them",
+    "plan": "rank layouts for a model and a cluster; write the best into a run file",
     "prove": "check a layout against one process, parameter by parameter",
+    "simulate": "predict a run in detail, draw its pipeline; predict a table of runs",
+    "probe": "measure this machine for the planner",
     "eval": "loss of a checkpoint on held-out or other text",
     "generate": "continue a text with a checkpoint",
     "export": "write a checkpoint as a Hugging Face folder",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lanewise import config
 from lanewise.elastic import environment, launcher
-from lanewise.errors import EXIT_USER, UserError
+from lanewise.errors import EXIT_DONE, EXIT_RESUMABLE, EXIT_USER, UserError
 from lanewise.parallel.layout import Layout, check
 from lanewise.runfolder import open_run
 
@@ -59,11 +59,36 @@ def _run(arguments: argparse.Namespace, place: environment.Place | None) -> int:
     workers = arguments.workers if arguments.workers is not None else _usable(settings)
     if workers < 1:
         raise UserError(f"--workers {workers}: at least one worker is needed")
+    if settings.layout.axes == "auto":
+        settings = _planned(settings, workers, arguments)
     check(Layout.parse(settings.layout.axes), settings, workers)
     launcher.warm_up()
     job = _prepare(settings, arguments)
     with open_run(job.run, job.out, job.resume, job.data):
-        return launcher.launch(job, workers)
+        code = launcher.launch(job, workers)
+    if code in (EXIT_DONE, EXIT_RESUMABLE):
+        _learn(job, workers, arguments)
+    return code
+
+
+def _planned(settings: config.Run, workers: int, arguments: argparse.Namespace) -> config.Run:
+    from lanewise.planner.auto import settle
+
+    settings, plan = settle(settings, workers)
+    text = f"planned: {plan.name}, recompute {plan.recompute}, ZeRO {plan.zero}: {plan.step:.3g} s a step"
+    print(text, file=sys.stderr if arguments.json else sys.stdout)
+    return settings
+
+
+def _learn(job: "Job", workers: int, arguments: argparse.Namespace) -> None:
+    """Keep what the run took beside what was predicted, if this machine has been probed, and say how far they are."""
+    from lanewise.planner.learning import record
+
+    row = record(job.run, workers, job.out)
+    if row is not None:
+        off = row["predicted_s"] / row["measured_s"] - 1
+        text = f"a step took {row['measured_s']:.3g} s; the planner said {row['predicted_s']:.3g} s ({off:+.0%})"
+        print(text, file=sys.stderr if arguments.json else sys.stdout)
 
 
 def _prepare(settings: config.Run, arguments: argparse.Namespace, quiet: bool = False) -> "Job":
@@ -89,6 +114,8 @@ def _join(place: environment.Place, settings: config.Run, arguments: argparse.Na
 
     if arguments.workers not in (None, place.world):
         raise UserError(f"--workers {arguments.workers}: {place.launcher} started {place.world}; leave --workers out")
+    if settings.layout.axes == "auto":
+        raise UserError("layout.axes=auto is for workers that are started here: write the layout with `lanewise plan`")
     check(Layout.parse(settings.layout.axes), settings, place.world)
 
     locks = []  # held until the process ends
@@ -117,5 +144,5 @@ def _usable(settings: config.Run) -> int:
     gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
     if visible is not None:
         gpus = min(gpus, len([word for word in visible.split(",") if word.strip() not in ("", "-1")]))
-    replica = Layout.parse(settings.layout.axes).size
+    replica = 1 if settings.layout.axes == "auto" else Layout.parse(settings.layout.axes).size
     return replica * max(1, min(settings.batch.lanes, (gpus or cores // settings.train.threads) // replica))

@@ -1,0 +1,256 @@
+"""How good the planner's predictions are, on published runs and on runs of this machine.
+
+    python benchmarks/planner.py --tables FOLDER           published_{runs,memory}.csv and single_node_a100.csv
+    python benchmarks/planner.py --tables FOLDER --fit     fits the time model's constants and the correction anew
+    python benchmarks/planner.py --local                   40 runs of this machine against `lanewise probe`
+
+Published runs are scored with all runs of the same source left out ("source"), and with all of the same publisher left
+out ("publisher", the word before the first blank): the second is what to expect of somebody new. Beside it stands the
+predictor that knows only a mean MFU for each device and precision, under the same rules.
+"""
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+
+from lanewise import config
+from lanewise.planner import correction, cost, machine
+from lanewise.planner.published import analytic, described, peak_memory, summary
+from lanewise.planner.table import Case, Refused, read_table
+from lanewise.simulator.run import simulate_run
+
+# Where the fit of the constants starts, and is drawn towards: first principles and data sheets.
+PRIOR = {
+    "rows": 40.0, "launch": 0.35e-3, "launch_routed": 2.5e-3, "scores": 0.0, "products": 0.72, "attention": 0.32,
+    "pointwise": 1.5, "head": 0.42, "link": 0.55, "network": 0.7, "hidden_tensor": 0.2, "hidden_expert": 0.3,
+    "hidden_data": 0.6, "seen": 0.45, "bubble": 1.0, "uneven": 0.45, "jitter": 0.01, "fixed": 2.5e-3, "issue": 0.0,
+    "update": 1.0,
+}  # fmt: skip
+EAGER = {"scores": 8.0, "launch": 0.86e-3}  # before attention was fused and graphs were compiled
+EVERY = 5  # of the runs on one node, which are many and alike, one in so many is learned from
+
+
+def cases(path: Path, needs: str) -> tuple[list[Case], list[tuple[str, str]]]:
+    found, refused = [], []
+    for cells, case in read_table(path, needs):
+        if isinstance(case, Refused):
+            refused.append((cells["id"], str(case)))
+        elif needs == "peak_mem_GB" or case.step_time is not None:
+            found.append(case)
+    return found, refused
+
+
+def publisher(source: str) -> str:
+    return source.split(" [", maxsplit=1)[0].split(maxsplit=1)[0]
+
+
+def line(name: str, errors: Sequence[float], extra: str = "") -> None:
+    s = summary(errors)
+    print(f"{name:44}{s['scored']:6}{s['median']:9.1%}{s['p90']:9.1%}{s['worst']:9.0%}  {extra}")
+
+
+def runs(folder: Path) -> None:
+    found, refused = cases(folder / "published_runs.csv", "step_time_s_derived")
+    single, _ = cases(folder / "single_node_a100.csv", "step_time_s_derived")
+    print(f"\n{'step time, absolute relative error':44}{'runs':>6}{'median':>9}{'p90':>9}{'worst':>9}")
+    for title, group in (("source", lambda s: s), ("publisher", publisher)):
+        learned = found + single[::EVERY]
+        ratio, x = ratios(learned)
+        groups = [group(case.source) for case in learned]
+        off, deviation = correction.held_out(x, ratio, groups)
+        errors = np.abs(np.exp(-off) - 1)[: len(found)]
+        spread = correction.shipped().spread
+        inside = np.mean(np.abs(off[: len(found)]) <= spread * deviation[: len(found)])
+        line(f"planner, {title} left out", errors, f"80% interval holds {inside:.0%}")
+        line(f"constant MFU, {title} left out", constant_mfu(found, group))
+        if title == "source":
+            worst = np.argsort(-errors)[:10]
+    ratio, x = ratios(single)
+    alone = ["one node"] * len(x[::EVERY])
+    published_ratio, published_x = ratios(found)
+    held, _ = correction.held_out(
+        np.concatenate((x[::EVERY], published_x)),
+        np.concatenate((ratio[::EVERY], published_ratio)),
+        # its publisher's other table goes with it
+        alone + ["one node" if c.source.startswith(single[0].source.split()[0]) else c.source for c in found],
+    )
+    line("one A100 node, its publisher left out", np.abs(np.exp(-held[: len(x[::EVERY])]) - 1))
+    line("one A100 node, analytic alone", np.abs(np.exp(-ratio) - 1))
+    line("published, analytic alone", np.abs(np.exp(-published_ratio) - 1))
+    print(f"\nrefused: {len(refused)}, for: {sorted({reason for _, reason in refused})}")
+    print("\nthe ten worst")
+    for i in worst:
+        case, time = found[i], analytic(found[i])
+        parts = sorted(((float(getattr(time, f.name)) / float(time.total), f.name) for f in fields(time)), reverse=True)
+        shares = ", ".join(f"{name} {share:.0%}" for share, name in parts[:3])
+        print(f"  {case.id:14}{errors[i]:7.0%}  {case.cluster} {case.precision}, {case.step_time:.3g} s; {shares}")
+
+
+def ratios(found: Sequence[Case]) -> tuple[np.ndarray, np.ndarray]:
+    """log(measured / analytic) [n], features [n, F]."""
+    times = [analytic(case) for case in found]
+    ratio = [np.log(case.step_time / float(time.total)) for case, time in zip(found, times, strict=True)]
+    return np.array(ratio), np.array([described(case, time) for case, time in zip(found, times, strict=True)])
+
+
+def constant_mfu(found: Sequence[Case], group: Callable[[str], str]) -> list[float]:
+    rate = np.array(
+        [c.model.step_flops(c.sequence, c.batch * c.sequence) / c.cluster.devices / c.step_time for c in found]
+    )
+    kinds = np.array([f"{c.cluster.device.name} {c.precision}" for c in found])
+    groups = np.array([group(c.source) for c in found])
+    errors = []
+    for i in range(len(found)):
+        others = groups != groups[i]
+        alike = others & (kinds == kinds[i])
+        errors.append(abs(rate[i] / np.median(rate[alike if alike.any() else others]) - 1))
+    return errors
+
+
+def memory(folder: Path) -> None:
+    found, _ = cases(folder / "published_memory.csv", "peak_mem_GB")
+    print(f"\n{'peak memory, absolute relative error':44}{'rows':>6}{'median':>9}{'p90':>9}{'worst':>9}")
+    for title, told in (("allocator", True), ("nvidia-smi", False)):
+        rows = [c for c in found if c.memory_GB and ("smi" not in c.memory_kind) == told]
+        line(f"{title}-reported", [abs(peak_memory(c) / 1e9 / c.memory_GB - 1) for c in rows])
+
+
+def fit(folder: Path) -> None:
+    """Rates first, then the correction of what they leave."""
+    from scipy.optimize import least_squares
+
+    found, _ = cases(folder / "published_runs.csv", "step_time_s_derived")
+    single, _ = cases(folder / "single_node_a100.csv", "step_time_s_derived")
+    learned = found + single[:: 2 * EVERY]
+    target = np.log([case.step_time for case in learned])
+    _, which, count = np.unique([case.source for case in learned], return_inverse=True, return_counts=True)
+    weight = count[which] ** -0.25
+    names = [f.name for f in fields(cost.Rates)]
+    shares = {
+        "hidden_tensor",
+        "hidden_expert",
+        "hidden_data",
+        "seen",
+        "network",
+        "link",
+        "products",
+        "attention",
+        "head",
+    }
+    prior = {kind: [(PRIOR | more)[name] for name in names] for kind, more in (("fused", {}), ("eager", EAGER))}
+
+    def rates(p: np.ndarray) -> dict[str, cost.Rates]:
+        made = {}
+        for kind, values in prior.items():
+            moved = dict(zip(names, np.asarray(values) * np.exp(p[: len(names)]), strict=True))
+            made[kind] = cost.Rates(**{k: min(v, 0.95) if k in shares else v for k, v in moved.items()})
+        return made | {"eager": replace(made["eager"], launch=made["eager"].launch * float(np.exp(p[-1])))}
+
+    def off(p: np.ndarray) -> np.ndarray:
+        by_kind = rates(p)
+        times = [step_time(case, by_kind["eager" if case.precision == "fp16" else "fused"]) for case in learned]
+        e = (np.log(times) - target) / 0.1
+        return np.concatenate((weight * 0.1 * np.sign(e) * np.sqrt(2 * (np.sqrt(1 + e**2) - 1)), 0.15 * p))
+
+    best = least_squares(off, np.zeros(len(names) + 1), max_nfev=8, diff_step=0.02).x
+    today = datetime.date.today()
+    text = [
+        f"# Constants of the time model, fitted by `benchmarks/planner.py --fit` on {today} to {len(found)} published",
+        f"# runs and {len(learned) - len(found)} of one A100 node:",
+        "# robust least squares on the logarithm of the step time.",
+    ]
+    notes = {"fused": "bf16 and narrower: fused attention", "eager": "fp16: before fused attention"}
+    for kind, made in rates(best).items():
+        text += ["", f"[{kind}] # {notes[kind]}", *(f"{name} = {getattr(made, name):.3g}" for name in names)]
+    (Path(cost.__file__).parent / "rates.toml").write_text("\n".join(text) + "\n", encoding="utf-8")
+    cost.calibrated.cache_clear()
+
+    learned = found + single[::EVERY]
+    ratio, x = ratios(learned)
+    about = {"fitted": str(today), "runs": len(learned), "method": "Gaussian process with inducing points"}
+    correction.fit(x, ratio, [case.source for case in learned], about).save(correction.SHIPPED)
+    correction.shipped.cache_clear()
+
+
+def step_time(case: Case, rates: cost.Rates) -> float:
+    return float(cost.step_time(case.model, case.choice, case.sequence, case.cluster, case.precision, rates).total)
+
+
+# -------------------------------------------------------------------------------------------------- this machine
+
+ALONE = [  # layers, hidden, feed-forward, sequences, length, recompute: none of them is among those that probe measures
+    (layers, hidden, ffn, sequences, length, recompute)
+    for layers, hidden, ffn in ((2, 192, 512), (3, 256, 640), (5, 320, 1024), (3, 448, 1280), (8, 256, 512))
+    for sequences, length in ((1, 192), (2, 256), (6, 96), (4, 320))
+    for recompute in ("none", "full")
+]
+SPREAD = [  # layout, workers, lanes
+    (layout, workers, lanes) for lanes in (4, 8) for layout, workers in (("", 2), ("tp2", 2), ("pp2", 2), ("cp2", 2))
+]
+
+
+def local(spread: bool) -> None:
+    """One process, timed by its own seconds of a core; several, by the clock, as `lanewise train` does them."""
+    from lanewise.planner import probe  # imports torch
+
+    probed = machine.read_probe("~/.cache/lanewise")
+    cluster, rates = machine.local(probed, 1)
+    print(f"\n{'step time of this machine':44}{'runs':>6}{'median':>9}{'p90':>9}{'worst':>9}")
+    errors: dict[str, list[float]] = {"none": [], "full": []}
+    for layers, hidden, ffn, sequences, length, recompute in ALONE:
+        run = probe.small_run(("tiny-dense", layers, hidden, ffn, sequences, length), recompute=recompute)
+        off = probe.predict_alone(run, cluster, rates) / probe.measure_step(run) - 1
+        errors[recompute].append(abs(off))
+        print(f"  {layers} layers of {hidden}, {ffn}, {sequences} x {length}, recompute {recompute}: {off:+.1%}")
+    for recompute, found in errors.items():
+        line(f"one process, recompute {recompute}", found)
+    line("one process, all", [*errors["none"], *errors["full"]])
+    if spread:
+        line(
+            "two processes, axes and lanes", [abs(predict / measured - 1) for predict, measured in map(_spread, SPREAD)]
+        )
+
+
+def _spread(case: tuple[str, int, int]) -> tuple[float, float]:
+    """(predicted, measured) seconds of a step of a layout."""
+    layout, workers, lanes = case
+    words = [
+        "model.preset=tiny-dense", "model.hidden=256", "train.steps=8", "eval.every=0", f"batch.lanes={lanes}",
+        f'layout.axes="{layout}"',
+    ]  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "lanewise.cli.main", "train", *words]
+        subprocess.run([*command, "--workers", str(workers), "--out", folder], check=True, stdout=subprocess.DEVNULL)
+        lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ends = [json.loads(text)["time"] for text in lines]
+    measured = float(np.quantile(np.diff(ends[1:]), 0.25))
+    run = config.load(None, words)
+    return simulate_run(run, machine.place(None, workers, run), length_days=0.01).plan.step, measured
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tables", type=Path, help="folder of the published tables")
+    parser.add_argument("--fit", action="store_true", help="fit constants and correction, and write them")
+    parser.add_argument("--local", action="store_true", help="score predictions for this machine on runs of it")
+    parser.add_argument("--spread", action="store_true", help="with --local: runs of two processes too")
+    arguments = parser.parse_args()
+    if arguments.local:
+        local(arguments.spread)
+    if arguments.tables is not None:
+        if arguments.fit:
+            fit(arguments.tables)
+        runs(arguments.tables)
+        memory(arguments.tables)
+
+
+if __name__ == "__main__":
+    main()

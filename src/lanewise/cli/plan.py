@@ -1,0 +1,77 @@
+"""Rank the layouts of a run on a cluster: step time, memory, cost; say why; write the choice into a run file."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lanewise.planner.search import Plan, Space
+
+EXAMPLE = """examples:
+  lanewise plan run.toml --cluster "64x8 H100"
+  lanewise plan run.toml --cluster cluster.toml --out planned.toml
+  lanewise plan model.preset=llama3-8b batch.lanes=512 train.precision=bf16 --cluster "8x8 A100" --rank tp4
+  lanewise plan                                        this machine, as `lanewise probe` measured it"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("words", nargs="*", metavar="RUN.TOML | section.key=value", help="run file and overrides")
+    parser.add_argument("--cluster", help="'NODESxDEVICES NAME' or a TOML file (default: this machine, probed)")
+    parser.add_argument("--workers", type=int, help="without --cluster: processes on this machine (default: its cores)")
+    parser.add_argument("--top", type=int, default=10, help="how many to show (default: 10)")
+    parser.add_argument("--rank", metavar="LAYOUT", action="append", default=[], help="also say where this one stands")
+    parser.add_argument("--out", type=Path, help="write the run file with the best layout here")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from lanewise import config
+    from lanewise.errors import UserError
+    from lanewise.parallel.layout import Layout
+    from lanewise.planner import explain, report, search
+    from lanewise.planner.machine import place
+
+    settings = config.load_words(arguments.words)
+    vocab = settings.model.vocab_size or settings.data.vocab_size
+    space = search.explore(settings, place(arguments.cluster, arguments.workers, settings), vocab)
+    plans = search.rank(space)
+    if not plans:
+        raise UserError(explain.nothing_fits(space))
+    first = plans[0]
+    why = [explain.against(first, rival) for rival in plans[1:3]] + explain.obvious(space, first)
+    why += explain.lanes(space, first)
+    why += [_stands(search.best_of(space, Layout.parse(text)), text, space, plans) for text in arguments.rank]
+    if arguments.out is not None:
+        chosen = report.chosen(settings, first)
+        arguments.out.write_text(config.dump(chosen), encoding="utf-8")
+    if arguments.json:
+        shown = [report.numbers(space, plan) for plan in plans[: arguments.top]]
+        print(
+            json.dumps(
+                {"cluster": str(space.cluster), "candidates": space.size, "fit": len(plans), "plans": shown, "why": why}
+            )
+        )
+        return 0
+    print(f"{space.cluster}: {space.size} candidates, {int(space.fits.sum())} fit, in {len(plans)} layouts\n")
+    print(report.table(space, plans[: arguments.top]))
+    print(f"\n{report.waterfall(first)}\n")
+    print("\n".join(why))
+    if first.extrapolates:
+        print(
+            "nothing like this was among the runs the correction was learned from: it is left out, the interval is wide"
+        )
+    if arguments.out is not None:
+        print(f"written to {arguments.out}")
+    return 0
+
+
+def _stands(plan: "Plan | None", text: str, space: "Space", plans: "list[Plan]") -> str:
+    from lanewise.planner import explain
+
+    if plan is None:
+        return f"{text}: the batch, the model or the devices do not divide so"
+    missing = explain.missing_bytes(space, plan)
+    if missing > 0:
+        return f"{text}: does not fit by {missing / 1e9:.3g} GB a rank ({explain.largest(plan)})"
+    place = next(i for i, other in enumerate(plans, 1) if other.layout == plan.layout)
+    return f"{text}: number {place} of {len(plans)}; {explain.against(plans[0], plan)}"

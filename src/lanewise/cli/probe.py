@@ -1,0 +1,21 @@
+"""Measure this machine in about a minute, for `plan` and `simulate` without --cluster."""
+
+import argparse
+import json
+import sys
+
+EXAMPLE = """example:
+  lanewise probe"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cache", default="~/.cache/lanewise", help="folder under which the measurements are stored")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from lanewise.planner.probe import probe
+
+    found = probe(arguments.cache, lambda text: print(text, file=sys.stderr if arguments.json else sys.stdout))
+    if arguments.json:
+        print(json.dumps(found))
+    return 0

@@ -1,0 +1,86 @@
+"""What this machine's own runs teach: each appends its features, prediction and measurement; plans learn from them."""
+
+import contextlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lanewise.planner.correction import POINTS, Correction, fit
+
+if TYPE_CHECKING:
+    from lanewise.config import Run
+
+ENOUGH = 8  # runs before they say anything
+SETTLED = 5  # steps that a run must have done
+
+
+def runs_path(cache: str) -> Path:
+    return Path(cache).expanduser() / "planner" / "runs.jsonl"
+
+
+def learned(cache: str) -> Correction | None:
+    """A correction from the latest runs of this machine, or None if there are too few. A line that is not whole (a
+    process was killed while it wrote) is passed over."""
+    try:
+        lines = runs_path(cache).read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return None
+    rows = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+            rows.append((row["features"], float(np.log(row["measured_s"] / row["analytic_s"]))))
+        except (ValueError, KeyError, TypeError):
+            continue
+    rows = [row for row in rows[-POINTS:] if len(row[0]) == len(rows[-1][0])]
+    if len(rows) < ENOUGH:
+        return None
+    x = np.array([features for features, _ in rows])
+    return fit(x, np.array([ratio for _, ratio in rows]), [str(i) for i in range(len(rows))], {"runs": len(rows)})
+
+
+def record(run: "Run", workers: int, out: Path) -> dict[str, Any] | None:
+    """Append what the run in `out` took, beside what was predicted. None: not probed, or too few steps."""
+    from lanewise.errors import UserError
+    from lanewise.planner.features import features
+    from lanewise.planner.machine import place
+    from lanewise.planner.search import cost_out, fixed
+
+    measured = step_seconds(out / "metrics.jsonl")
+    if measured is None:
+        return None
+    try:
+        where = place(None, workers, run)
+    except UserError:
+        return None
+    schedule = getattr(run.layout, "schedule", "1f1b")
+    chunks = getattr(run.layout, "chunks", 0) or (1 if schedule in ("1f1b", "gpipe") else 2)
+    space = fixed(run, where, schedule, chunks)
+    time = space.time(space.choice)
+    x = features(space.model, space.choice, run.batch.sequence_length, space.cluster, space.precision, time)[0]
+    row = {
+        "features": x.tolist(),
+        "analytic_s": float(np.atleast_1d(time.total)[0]),
+        "predicted_s": cost_out(space, np.array([0]))[0].step,
+        "measured_s": measured,
+    }
+    path = runs_path(run.data.cache)
+    with contextlib.suppress(OSError):  # a cache that cannot be written costs a lesson, not the run
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+    return row
+
+
+def step_seconds(metrics: Path) -> float | None:
+    """The median time between commits of the last start of a run, the first step left out (it warms up)."""
+    times: list[float] = []
+    for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else ():
+        try:
+            times.append(float(json.loads(line)["time"]))
+        except (ValueError, KeyError, TypeError):
+            continue
+    apart = np.diff(times)[1:]
+    return float(np.median(apart)) if len(apart) >= SETTLED else None

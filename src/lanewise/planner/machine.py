@@ -1,0 +1,93 @@
+"""Where a plan is for: a described cluster, or this machine as `lanewise probe` measured it."""
+
+import json
+import os
+import platform
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lanewise.config import Run
+from lanewise.errors import UserError
+from lanewise.planner.choice import Floats
+from lanewise.planner.cluster import Cluster, read_cluster
+from lanewise.planner.correction import Corrected, Correction, shipped
+from lanewise.planner.cost import Rates
+from lanewise.planner.hardware import Device
+from lanewise.planner.learning import learned
+from lanewise.planner.memory import OURS, Engine
+
+UNSURE = (0.8, 1.3)  # p10 and p90 where nothing like it was learned from
+
+
+class Where(NamedTuple):
+    """What a plan is for. rates, correction: None are those fitted to published runs."""
+
+    cluster: Cluster
+    engine: Engine = OURS
+    rates: Rates | None = None
+    correction: Correction | None = None
+
+    def correct(self, features: Floats) -> Corrected:
+        """What is learned of such runs: from this machine's own, or from published ones. What nothing like it was
+        learned from is left as it is, with a wide interval."""
+        count = len(features)
+        if self.rates is not None and self.correction is None:
+            return Corrected(np.ones(count), np.full(count, 0.85), np.full(count, 1.2), np.zeros(count, dtype=bool))
+        factor, low, high, far = (self.correction or shipped()).predict(features)
+        return Corrected(np.where(far, 1, factor), np.where(far, UNSURE[0], low), np.where(far, UNSURE[1], high), far)
+
+
+def place(cluster: str | None, workers: int | None, run: Run) -> Where:
+    """A described cluster, or else this machine. Raises UserError: not probed."""
+    if cluster is not None:
+        if workers is not None:
+            raise UserError("--workers is for this machine: leave it out with --cluster")
+        return Where(read_cluster(cluster))
+    probed = read_probe(run.data.cache)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    here, rates = local(probed, workers or max(cores // run.train.threads, 1))
+    return Where(here, LOCAL, rates, learned(run.data.cache))
+
+
+# On a CPU there is no context and no allocator that keeps blocks; what one process of ours holds beside its tensors is
+# the interpreter with torch, and that is shared or outside what a plan can change.
+LOCAL = replace(OURS, slack=0.0, buffers=0.0, context=0.0)
+
+
+def local(probed: dict[str, Any], workers: int) -> tuple[Cluster, Rates]:
+    """This machine as a cluster of one node of `workers` devices, and its rates."""
+    share = max(workers / probed["cores"], 1.0)  # processes beyond the cores take turns
+    rate = {kind: value / share for kind, value in probed["matmul"].items()}
+    device = Device(
+        f"{platform.machine()} core",
+        rate,
+        rate,
+        probed["memory"] / workers,
+        probed["bandwidth"] / share,
+        probed["link"] / share,
+        workers,
+        probed["link"] / share,
+        probed["watts_per_core"],
+        "lanewise probe",
+    )
+    latency = (probed["latency"] * share, probed["latency"] * share)
+    cluster = Cluster(device, 1, workers, device.link, device.inter, latency)
+    return cluster, Rates(**probed["rates"])
+
+
+def probe_path(cache: str) -> Path:
+    return Path(cache).expanduser() / "probe" / f"{platform.node() or 'machine'}.json"
+
+
+def read_probe(cache: str) -> dict[str, Any]:
+    path = probe_path(cache)
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError("this machine is not measured yet: run `lanewise probe`, or name a --cluster") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot read the measurements ({error}): run `lanewise probe` again") from None
+    return found

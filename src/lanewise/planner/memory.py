@@ -1,0 +1,153 @@
+"""Peak memory of a rank, by component. Elementwise: a choice of arrays gives arrays.
+
+The formulas follow the tensors that a block's backward needs (Korthikanti et al., arXiv:2205.05198, brought up to
+date: gated feed-forwards, grouped queries, an attention that keeps no scores). Each stage is looked at, and the
+fullest counts.
+"""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from lanewise.planner.choice import SCHEDULES, Choice, Number
+from lanewise.planner.model import Transformer
+
+WAVE = tuple(SCHEDULES.index(name) for name in ("zbv", "dualpipev"))
+ALL = tuple(SCHEDULES.index(name) for name in ("gpipe", "looped-bfs"))
+ZERO_BUBBLE = SCHEDULES.index("interleaved-zb")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How a training engine stores things, in bytes per parameter and shares.
+
+    gradient: kept over the step; optimizer: masters and moments; logits: bytes per logit at the peak, or 0 where the
+    loss is computed in chunks, of `chunk` logits; spread: whether what a recomputed block keeps is cut by tp;
+    activations: kept, over those that a fully fused block keeps; slack: allocator's waste, a share of activations;
+    context: outside the allocator's books; tree: lanes add up along the canonical tree, each with a gradient of its
+    own, so that one node of each size may wait beside the lane at work.
+    """
+
+    weight: float = 2.0
+    gradient: float = 4.0
+    optimizer: float = 12.0
+    logits: float = 0.0
+    chunk: float = 2.0**21
+    spread: bool = True
+    activations: float = 1.0
+    slack: float = 0.03
+    buffers: float = 0.3e9
+    context: float = 0.0
+    tree: bool = False
+
+
+# activations: as traced from our blocks in bf16 (`planner.trace`; a test holds it)
+OURS = Engine(activations=1.2, context=1.0e9, tree=True)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the fullest rank's parts."""
+
+    weights: Number
+    gradients: Number
+    optimizer: Number
+    activations: Number
+    logits: Number
+    buffers: Number
+
+    @property
+    def total(self) -> Number:
+        return sum(getattr(self, f.name) for f in fields(self))
+
+
+def in_flight(choice: Choice, stage: Number) -> Number:
+    """Microbatches (of a whole rank's layers) whose activations rank `stage` of the pipeline holds at its peak."""
+    pp, count, chunks = choice.pp, choice.count, choice.chunks
+    plain = np.minimum(count, pp - stage)
+    looped = np.minimum(count, pp * (1 + (pp - 1.0) / (pp * chunks)) - 2.0 * stage / chunks)
+    held = np.where(chunks > 1, np.maximum(looped, 1), plain)
+    # zero-bubble keeps what weight gradients need for a while longer; the V-shaped ones fill all ranks alike
+    held = np.where(choice.schedule == ZERO_BUBBLE, np.minimum(count, pp), held)
+    held = np.where(np.isin(choice.schedule, WAVE), np.minimum(count, pp), held)
+    return np.where(np.isin(choice.schedule, ALL), count, held)
+
+
+def saved(model: Transformer, choice: Choice, sequence: int, recompute: Number, spread: bool = True) -> Number:
+    """Bytes that one block keeps of one microbatch for its backward, on one rank; two bytes an element."""
+    tokens = choice.micro * sequence / choice.cp
+    H, tp = model.hidden, choice.tp
+    if model.latent is None:
+        inner = model.heads * model.head_dim * 2.0 + model.kv_heads * (model.head_dim + model.v_dim)
+    else:
+        inner = model.heads * (2 * model.head_dim + 2 * model.v_dim) + 2 * (sum(model.latent) + model.latent[0])
+    routed = model.routed_layers / model.layers
+    dense = model.matrices * model.ffn  # what goes into the activation, and what comes out
+    experts = (model.top_k / choice.expert_tp + model.shared / tp) * tp * (model.matrices * model.expert_ffn)
+    moved = (2.0 * model.top_k * H + 4 * model.experts) * tp / choice.expert_tp
+    per_token = 4 * H + inner + (1 - routed) * dense + routed * (experts + moved) + 2 * H
+    whole = 2.0 * tokens * per_token / tp
+    products = 2.0 * tokens * (2 * H + inner + (1 - routed) * (model.matrices - 1) * model.ffn + routed * moved) / tp
+    entry = 2.0 * tokens * H / (tp if spread else 1)
+    return np.select([recompute == 0, recompute == 1], [whole, products], entry)
+
+
+def memory(
+    model: Transformer, choice: Choice, sequence: int, engine: Engine = OURS, first: Number = None, last: Number = None
+) -> Memory:
+    """The fullest stage's peak. first, last: blocks of the first and last stage where they are not the even share."""
+    stages = [_stage(model, choice, sequence, engine, place) for place in (0, 1)]
+    total = [stage.total for stage in stages]
+    fuller = total[1] > total[0]
+    return Memory(*(np.where(fuller, getattr(stages[1], f.name), getattr(stages[0], f.name)) for f in fields(Memory)))
+
+
+def _stage(model: Transformer, choice: Choice, sequence: int, engine: Engine, place: int) -> Memory:
+    """place: 0 the first stage of the pipeline, 1 the last."""
+    one = choice.pp == 1
+    wave = np.isin(choice.schedule, WAVE)  # the first rank of a V holds both ends
+    blocks = np.ceil(model.blocks / choice.pp)
+    end = model.embedding
+    if place == 0:
+        ends = np.where(one | wave, end * (1 if model.tied else 2), end)
+    else:
+        ends = np.where(one, end * (1 if model.tied else 2), np.where(wave, 0, end))
+    copies = choice.data * choice.cp / choice.fsdp
+    expert_copies = np.maximum(choice.data * choice.cp * choice.tp / (choice.ep * choice.expert_tp * choice.fsdp), 1)
+    dense = (blocks * model.block_dense + ends) / choice.tp
+    experts = blocks * model.block_experts / (choice.ep * choice.expert_tp)
+    held = (dense + experts) / choice.fsdp
+    owned = np.where(choice.zero >= 1, dense / choice.fsdp / copies + experts / choice.fsdp / expert_copies, held)
+    # weights sharded by fsdp are gathered a block at a time, the next one ahead of its use
+    gathered = np.where(
+        choice.fsdp > 1, 2 * (model.block_dense / choice.tp + model.block_experts / (choice.ep * choice.expert_tp)), 0
+    )
+    waiting = 1 + np.floor(np.log2(choice.lanes)) if engine.tree else 1
+    # a gradient that is added to again is whole until the last microbatch
+    early = (choice.zero >= 2) & ((choice.count == 1) | (not engine.tree))
+    gradients = np.where(early, owned, held * waiting) * engine.gradient + gathered * engine.weight
+
+    stage = np.where(place == 0, 0, choice.pp - 1)
+    flight = in_flight(choice, stage)
+    # what a recomputed block keeps is its input, or products: no engine keeps more
+    whole = saved(model, choice, sequence, 0 * choice.recompute) * engine.activations
+    kept = saved(model, choice, sequence, choice.recompute, engine.spread)
+    kept = np.where(choice.recompute == 0, whole, kept)
+    working = np.where(choice.recompute > 0, whole, 0.0)
+    activations = (blocks * kept * flight + working) * (1 + engine.slack)
+    tokens = choice.micro * sequence / choice.cp
+    row = model.vocab / choice.tp
+    logits = np.where(
+        engine.logits > 0,
+        tokens * row * engine.logits,
+        np.minimum(tokens * row, np.maximum(engine.chunk, 128 * row)) * 10.0,
+    )
+    holds_head = one | (wave & (place == 0)) | (~wave & (place == 1))
+    return Memory(
+        (held + gathered) * engine.weight,
+        gradients,
+        owned * engine.optimizer,
+        activations,
+        np.where(holds_head, logits, 0.0),
+        engine.buffers + engine.context + 0 * held,
+    )

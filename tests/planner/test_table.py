@@ -1,0 +1,97 @@
+"""Tables with empty, odd and impossible cells; and the published ones, where they are."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lanewise.cli.main import main
+from lanewise.planner.published import predict
+
+HEAD = (
+    "id,source,model_name,n_layers,hidden,n_heads,n_kv_heads,ffn_hidden,vocab,seq_len,params_B,is_moe,n_experts,top_k,"
+    "active_params_B,gpu,n_gpus,gpus_per_node,dtype,dp,tp,pp,cp,ep,zero_stage,vpp_interleave,micro_batch,global_batch,"
+    "activation_ckpt,metric,value,notes,step_time_s_derived,flops_convention,confidence"
+)
+# Llama 3 405B on 16,384 H100: 8 x 128 sequences of 8,192 tokens, at 41% MFU (arXiv:2407.21783, table 4)
+ROW = {
+    "id": "a", "source": "s", "model_name": "m", "n_layers": "126", "hidden": "16384", "n_heads": "128",
+    "n_kv_heads": "8", "ffn_hidden": "53248", "vocab": "128256",
+    "seq_len": "8192", "params_B": "405", "is_moe": "0", "gpu": "H100-80GB",
+    "n_gpus": "16384", "gpus_per_node": "8", "dtype": "bf16", "dp": "128", "tp": "8", "pp": "16", "cp": "1",
+    "zero_stage": "2", "vpp_interleave": "8", "micro_batch": "1", "global_batch": "2048",
+}  # fmt: skip
+TABLES = next((p / "shared/tables" for p in Path(__file__).parents if (p / "shared/tables").is_dir()), None)
+
+
+def ask(tmp_path, *rows, what="runs", head=HEAD):
+    path = tmp_path / "t.csv"
+    lines = [",".join(row.get(name, "") for name in head.split(",")) for row in rows]
+    path.write_text("\n".join([head, *lines]) + "\n")
+    return list(predict(path, what))
+
+
+def test_a_published_run_is_near(tmp_path):
+    found, summary = ask(tmp_path, ROW)
+    model_flops = 6 * 405e9 * 2048 * 8192 + 6 * 2048 * 8192 * 126 * 8192 * 16384  # causal attention
+    measured = model_flops / (0.41 * 989e12 * 16384)
+    assert found["predicted_step_s"] == pytest.approx(measured, rel=0.25)
+    assert found["low"] < found["predicted_step_s"] < found["high"]
+    assert found["predicted_mem_GB"] < 80
+    assert summary["summary"] == {
+        "rows": 1,
+        "refused": 0,
+        "scored": 0,
+        "median": None,
+        "p90": None,
+        "worst": None,
+        "inside": None,
+    }
+
+
+@pytest.mark.parametrize("empty", sorted(set(ROW) - {"id", "gpu"}))
+def test_any_one_cell_may_be_empty(tmp_path, empty):
+    found = ask(tmp_path, ROW | {empty: ""})[0]
+    assert found["refused"] is None
+    assert 0 < found["low"] < found["predicted_step_s"] < found["high"] < 1e4
+
+
+def test_names_do_not_matter(tmp_path):
+    one, two, _ = ask(tmp_path, ROW, ROW | {"id": "b", "source": "MosaicML", "model_name": "GPT-2", "notes": "MFU 99"})
+    assert one | {"id": ""} == two | {"id": ""}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"gpu": "Q100"}, "unknown device"),
+        ({"hidden": "wide"}, "no number"),
+        ({"tp": "-2"}, "no such number"),
+        ({"hidden": "", "params_B": ""}, "nothing tells the size"),
+    ],
+)
+def test_refusals_have_a_reason(tmp_path, change, says):
+    found, other, summary = ask(tmp_path, ROW | change, ROW)
+    assert says in found["refused"]
+    assert found["predicted_step_s"] is None
+    assert other["refused"] is None
+    assert summary["summary"]["refused"] == 1
+
+
+def test_a_table_without_its_columns_is_refused(tmp_path, capsys):
+    path = tmp_path / "t.csv"
+    path.write_text("a,b\n1,2\n")
+    assert main(["simulate", "--runs", str(path), "--json"]) == 2
+    assert "no column 'id'" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(TABLES is None, reason="the published tables are not here")
+def test_published_tables(capsys):
+    """What is shipped was fitted to these rows: this guards the fit; benchmarks/planner.py leaves sources out."""
+    assert main(["simulate", "--runs", str(TABLES / "published_runs.csv"), "--json"]) == 0
+    *rows, last = map(json.loads, capsys.readouterr().out.splitlines())
+    assert last["summary"]["median"] <= 0.10
+    assert last["summary"]["p90"] <= 0.25
+    assert {row["refused"] for row in rows if row["refused"]} == {
+        "neither hidden nor a number of parameters is given: nothing tells the size of the model"
+    }
