@@ -89,11 +89,6 @@ class Space:
         return len(self.fits)
 
 
-def pipeline_schedules() -> tuple[str, ...]:
-    """Those that a run file can ask for."""
-    return SCHEDULES if "schedule" in LayoutSettings.model_fields else ("1f1b",)
-
-
 def candidates(run: Run, model: Transformer, devices: int, fast: int) -> tuple[Choice, Floats]:
     """Choices (arrays) that divide the devices and that the run's model and batch allow, and their replicas."""
     rows = list(_degrees(run, model, devices, fast))
@@ -103,7 +98,7 @@ def candidates(run: Run, model: Transformer, devices: int, fast: int) -> tuple[C
     kinds = [
         (recompute, SCHEDULES.index(schedule), chunks, zero)
         for recompute in range(len(RECOMPUTE))
-        for schedule in pipeline_schedules()
+        for schedule in SCHEDULES
         for chunks in _chunks(schedule)
         for zero in (0, 1, 2)
     ]
