@@ -4,8 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Qwen2Config, Qwen3Config
 
-from lanewise.config import load_model, presets
+from lanewise.config import load_model
 from lanewise.errors import UserError
+from lanewise.model_settings import presets
 from lanewise.models.build import build
 
 LLAMA3 = {"vocab_size": 128256, "num_key_value_heads": 8}

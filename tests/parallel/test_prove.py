@@ -12,6 +12,7 @@ from spread_ranks import DEEPSEEK, DENSE, make
 from lanewise import config
 from lanewise.elastic.world import World
 from lanewise.lanes.reducer import _BucketSum
+from lanewise.model_settings import presets
 from lanewise.models.build import build
 from lanewise.parallel.layout import Layout, check
 from lanewise.parallel.prove import prove
@@ -81,7 +82,7 @@ def test_the_command():
         assert len(refused.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("preset", config.presets())
+@pytest.mark.parametrize("preset", presets())
 @pytest.mark.parametrize("axes", ["tp2", "pp2.tp4", "ep2.cp2"])
 def test_a_shrunk_model_is_small_and_fits_its_layout(preset, axes):
     layout = Layout.parse(axes)

@@ -7,13 +7,14 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lanewise import config
+from lanewise.model_settings import presets
 from lanewise.models.build import build
 from lanewise.planner.model import describe
 
 
-@pytest.mark.parametrize("preset", [*config.presets()])
+@pytest.mark.parametrize("preset", [*presets()])
 def test_parameters_are_those_of_the_table(preset):
-    model = config.load_model({"preset": preset, "vocab_size": config.presets()[preset].get("vocab_size", 1000)})
+    model = config.load_model({"preset": preset, "vocab_size": presets()[preset].get("vocab_size", 1000)})
     with torch.device("meta"):
         table = build(model).table()
     assert describe(model).parameters == sum(math.prod(spec.shape) for spec in table)

@@ -6,8 +6,9 @@ What this project does not compute is refused by name, in both directions, never
 from dataclasses import dataclass, field
 from typing import Any
 
-from lanewise.config import DeepSeekModel, DenseModel, RopeScaling, load_model, presets
+from lanewise.config import DeepSeekModel, DenseModel, RopeScaling, load_model
 from lanewise.errors import UserError
+from lanewise.model_settings import presets
 
 _COMMON = {  # our setting: their key
     "vocab_size": "vocab_size",

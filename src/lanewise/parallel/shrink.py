@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from lanewise.config import DeepSeekModel, ModelBase, Run
+from lanewise.config import DeepSeekModel, Run
+from lanewise.model_settings import ModelBase
 from lanewise.parallel.layout import Layout
 from lanewise.parallel.stages import SINGLE, chunks
 
