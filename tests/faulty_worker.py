@@ -106,7 +106,7 @@ def _poison(slots: Collection[tuple[int, int]], factor: float, rank: int) -> Non
     keys = {slot_key(0, step, lane, 0) for step, lane in slots}
 
     def hook(_module: Any, arguments: tuple[Any, ...], output: Any) -> Any:
-        if len(arguments) == 3 and int(arguments[2]) in keys:
+        if len(arguments) >= 3 and int(arguments[2]) in keys:  # the third is the key of the slot
             return output._replace(loss_sum=output.loss_sum * factor)
         return output
 
