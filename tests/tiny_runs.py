@@ -48,7 +48,7 @@ def run_folder(out: Path, model: config.DenseModel | config.DeepSeekModel) -> Pa
     meta = {
         "progress": {"step": STEP, "updates": STEP, "tokens": 9, "skipped": 0, "skipped_in_row": 0},
         "run": config.dump(run),
-        "data": {"tokens": "0"},
+        "data": {"train": "0"},
         "layout": {"replicas": 1, "zero": 0},
     }
     checkpoints = Checkpoints(out / "checkpoints", keep=1, background=False, group=None, alarm=_fail)

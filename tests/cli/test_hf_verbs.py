@@ -85,7 +85,7 @@ def test_what_an_imported_checkpoint_binds(root):
     meta = Stored(locate(root / "imported")).manifest.meta
 
     def start(*changes):
-        check_origin(meta, parse(meta["run"], changes), {"tokens": "another"})
+        check_origin(meta, parse(meta["run"], changes), {"train": "another"})
 
     start("batch.lanes=3", "optimizer.lr=0.5", "train.seed=9", "model.dropout=0.1", "model.mtp_weight=0.1")
     with pytest.raises(UserError, match=r"^the imported model is another one: model.layers is 2 there, 3 here"):
@@ -96,7 +96,7 @@ def test_what_an_imported_checkpoint_binds(root):
     own = Stored(locate(root / "run")).manifest.meta
     check_origin(own, parse(own["run"]), own["data"])
     with pytest.raises(UserError, match="the data has changed"):
-        check_origin(own, parse(own["run"]), {"tokens": "another"})
+        check_origin(own, parse(own["run"]), {"train": "another"})
     with pytest.raises(UserError, match=r"of another run: batch.lanes was 8, now 3"):
         check_origin(own, parse(own["run"], ["batch.lanes=3"]), own["data"])
 

@@ -1,10 +1,7 @@
 """Check a layout against one process: loss, every gradient, the norm, weights after three steps, evaluation, state."""
 
 import argparse
-from typing import Any
 
-from lanewise import config
-from lanewise.elastic import launcher
 from lanewise.errors import UserError
 
 EXAMPLE = """examples:
@@ -26,8 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from lanewise import config
+    from lanewise.elastic import launcher
     from lanewise.parallel.layout import Layout, check
-    from lanewise.parallel.shrink import shrink
+    from lanewise.parallel.shrink import provable, shrink
 
     if arguments.module is not None:
         return _prove_own(arguments)
@@ -41,27 +40,15 @@ def run(arguments: argparse.Namespace) -> int:
     elif settings.model.vocab_size == 0:
         raise UserError("--full needs the vocabulary's size: set model.vocab_size")
     check(layout, settings, workers)
-    return launcher.launch(_proof(provable(settings), layout, arguments.json), workers)
-
-
-def provable(settings: config.Run) -> config.Run:
-    """fp32, and an epsilon that keeps Adam's update a smooth function of the gradient: with the usual one, a gradient
-    that is zero but for rounding moves its weight by a whole learning rate in a random direction. For the same reason
-    initial weights are not so small that the scores of all experts are nearly equal."""
-    optimizer = settings.optimizer.model_copy(update={"eps": 1e-4})
-    train = settings.train.model_copy(update={"precision": "fp32", "compile": False})
-    model = settings.model.model_copy(update={"init_std": max(settings.model.init_std, settings.model.hidden**-0.5)})
-    return settings.model_copy(update={"optimizer": optimizer, "train": train, "model": model})
-
-
-def _proof(settings: config.Run, layout: Any, as_json: bool) -> Any:
     launcher.warm_up()
     from lanewise.parallel.prove import Proof
 
-    return Proof(settings, layout, as_json)
+    return launcher.launch(Proof(provable(settings), layout, arguments.json), workers)
 
 
 def _prove_own(arguments: argparse.Namespace) -> int:
+    from lanewise import config
+    from lanewise.elastic import launcher
     from lanewise.parallel.layout import Layout
 
     if arguments.words:

@@ -41,6 +41,16 @@ def shrink(run: Run, layout: Layout, replicas: int = 1) -> Run:
     return run.model_copy(update={"model": _checked(model, sizes), "batch": batch, "layout": cut})
 
 
+def provable(settings: Run) -> Run:
+    """fp32, and an epsilon that keeps Adam's update a smooth function of the gradient: with the usual one, a gradient
+    that is zero but for rounding moves its weight by a whole learning rate in a random direction. For the same reason
+    initial weights are not so small that the scores of all experts are nearly equal."""
+    optimizer = settings.optimizer.model_copy(update={"eps": 1e-4})
+    train = settings.train.model_copy(update={"precision": "fp32", "compile": False})
+    model = settings.model.model_copy(update={"init_std": max(settings.model.init_std, settings.model.hidden**-0.5)})
+    return settings.model_copy(update={"optimizer": optimizer, "train": train, "model": model})
+
+
 def _of_deepseek(model: DeepSeekModel, layout: Layout) -> dict[str, Any]:
     groups = min(model.expert_groups, 4)
     group = min(model.experts // model.expert_groups, max(4, -(-2 * layout.ep // groups)))
