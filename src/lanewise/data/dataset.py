@@ -52,9 +52,12 @@ class Dataset:
     of steps. Epochs join without a gap. Rows from `end` on are padding: with `epochs` > 0 after that many passes, with
     data.exhausted = "stop" after one pass over the source that is read through first.
 
+    `last`: the last step there is data for, None: all of them are there (a stream has other ideas, see live.py).
     `notes`: what a user should know about the data. Raises UserError if the folder is damaged or the text is shorter
     than one sequence.
     """
+
+    last = None
 
     def __init__(self, folder: Path, data: config.Data, batch: config.Batch, seed: int, epochs: float = 0):
         if (damage := store.damage(folder)) is not None:

@@ -26,6 +26,7 @@ import xxhash
 
 from lanewise import config
 from lanewise.data.dataset import Dataset, Slot
+from lanewise.data.live import Live
 from lanewise.data.processes import leave_with_parent
 from lanewise.data.transform import named
 from lanewise.data.windows import IGNORED
@@ -46,7 +47,7 @@ class Feed:
     Asking for any other is allowed (it is made at once, and reading ahead goes on from there).
     """
 
-    def __init__(self, dataset: Dataset, lanes: Sequence[int], data: config.Data, batch: config.Batch) -> None:
+    def __init__(self, dataset: Dataset | Live, lanes: Sequence[int], data: config.Data, batch: config.Batch) -> None:
         self.dataset, self.lanes, self.batch = dataset, lanes, batch
         self.transform = Transform(data.transform, data.workers, dataset) if data.transform else None
         slot_bytes = 8 * batch.size * batch.sequence_length * (2 + (data.pack in ("first-fit", "best-fit")))
@@ -57,6 +58,7 @@ class Feed:
         self.reading: deque[tuple[Name, Future[Slot]]] = deque()
         self.ready: deque[tuple[Name, Future[Slot]]] = deque()
         self.order: Iterator[Name] = iter(())
+        self.next: Name = (0, 0, 0)
         self.lock = threading.Lock()
         self.seconds = {"wait": 0.0, "read": 0.0, "preprocess": 0.0}
 
@@ -98,7 +100,7 @@ class Feed:
         first = slots.index((lane, k)) if (lane, k) in slots else len(slots)
         rest = ((step, *slot) for slot in slots[first + 1 :])
         later = ((s, *slot) for s in itertools.count(step + 1) for slot in slots)
-        self.order = itertools.chain([name], rest, later)
+        self.next, self.order = name, itertools.chain(rest, later)
         self._fill()
 
     def _fill(self) -> None:
@@ -106,8 +108,10 @@ class Feed:
         assert self.readers is not None
         while True:
             moved = False
-            if len(self.reading if self.transform else self.ready) < self.depth:
-                name = next(self.order)
+            name = self.next
+            is_there = self.dataset.last is None or name[0] <= self.dataset.last
+            if is_there and len(self.reading if self.transform else self.ready) < self.depth:
+                self.next = next(self.order)
                 (self.reading if self.transform else self.ready).append((name, self.readers.submit(self._read, name)))
                 moved = True
             if self.preprocessors is not None and self.reading and len(self.ready) < self.depth:
@@ -149,7 +153,7 @@ class Transform:
     seed and the microbatch's name: the only randomness that comes out the same after a restart.
     """
 
-    def __init__(self, function: str, workers: int, dataset: Dataset) -> None:
+    def __init__(self, function: str, workers: int, dataset: Dataset | Live) -> None:
         named(function, "data.transform")  # refuse what is not there before anything starts
         self.function, self.workers, self.dataset = function, workers, dataset
         self.lock = threading.Lock()
