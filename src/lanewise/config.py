@@ -32,7 +32,9 @@ class Source(Section):
 
 class Data(Section):
     source: str = free(
-        "python", "'python' (this interpreter's library), a file, folder, glob or shard set; its content counts"
+        "python",
+        "'python' (this interpreter's library), a file, folder, glob or shard set; its content counts. Live: "
+        "kafka://host:port/topic, or grow:FOLDER",
     )
     mix: tuple[Source, ...] = free(
         (), "[{source=..., weight=0.7}, ...]: a mixture instead of `source`; a change goes on from where the run is"
@@ -66,6 +68,8 @@ class Data(Section):
     workers: int = free(1, "processes per rank for `transform`", ge=1)
     credit_mb: float = free(64.0, "memory for microbatches read ahead, per stage and rank, in MB (2^20); 0: none", ge=0)
     check: bool = free(True, "compare each record batch of a shard with its hash when it is first read")
+    stream_rows: int = Field(1000, description="messages of a live source sealed together", ge=1)
+    stream_settle: float = free(5.0, "seconds a file in a growing folder must have stood still to be taken", gt=0)
     record_samples: bool = free(False, "write samples.jsonl: which samples each slot read")
     record_losses: bool = free(False, "write losses.jsonl: the summed loss of each slot with its samples")
     cache: str = free("~/.cache/lanewise", "folder for tokenizers, token files and copies of remote files")

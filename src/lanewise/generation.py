@@ -8,6 +8,7 @@ import torch
 from lanewise.checkpoint.stored import Stored
 from lanewise.config import Run, parse
 from lanewise.data.dataset import Dataset
+from lanewise.data.live import Live
 from lanewise.data.tokenizer import Tokenizer
 from lanewise.errors import UserError
 from lanewise.models.base import LanguageModel
@@ -60,7 +61,7 @@ def generate(
     return tokens[len(prompt) :]
 
 
-def sample(model: LanguageModel, dataset: Dataset, tokenizer: Tokenizer, context: int) -> tuple[str, str]:
+def sample(model: LanguageModel, dataset: Dataset | Live, tokenizer: Tokenizer, context: int) -> tuple[str, str]:
     """(prompt, continuation): 160 tokens that continue the first words of a held-out (else a training) text."""
     slot = dataset.held(0, 1) if dataset.held_batches(1) else dataset.slot(1, 0, 0)
     prompt = [token for token in slot.tokens_BT[0, :12].tolist() if token != tokenizer.end] or [tokenizer.end]

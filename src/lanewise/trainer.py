@@ -7,6 +7,7 @@ import signal
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from lanewise.checkpoint.locate import locate
 from lanewise.checkpoint.manifest import Manifest
 from lanewise.checkpoint.store import Checkpoints, Found
 from lanewise.data.dataset import Dataset
+from lanewise.data.live import Live, is_stream
 from lanewise.data.stages import Feed, WriteBack
 from lanewise.data.tokenizer import load
 from lanewise.elastic.status import Board, Status
@@ -24,6 +26,7 @@ from lanewise.evaluation import evaluate
 from lanewise.generation import sample
 from lanewise.job import Job
 from lanewise.lanes.vote import Verdict
+from lanewise.livedata import LiveData
 from lanewise.observe.display import make_display
 from lanewise.observe.records import Events, JsonLines, cut_after, plain
 from lanewise.origin import check_origin, what_it_holds
@@ -78,7 +81,10 @@ class Trainer:
         self.job, self.run, self.world, self.status, self.stop = job, job.run, world, status, stop
         self.prints = world.rank == 0
         self.display = make_display(job.display if self.prints else "none", self.run.observe.every)
-        self.dataset = Dataset(job.data, self.run.data, self.run.batch, self.run.train.seed, self.run.train.epochs)
+        settings = self.run.data, self.run.batch, self.run.train.seed, self.run.train.epochs
+        self.dataset: Dataset | Live
+        self.live = LiveData(job, world, stop, self.display.note) if is_stream(self.run.data.source) else None
+        self.dataset = self.live.dataset if self.live else Dataset(job.data, *settings)
         self.steps = self.dataset.steps(self.run.train.steps)
         self.mesh = Mesh(world, Layout.parse(self.run.layout.axes), turns_back(self.run.layout))
         self.replica = Replica(self.run, build_part(self.run, self.mesh), self.mesh)
@@ -93,7 +99,7 @@ class Trainer:
             background=self.run.checkpoint.background,
             group=world.side,
             alarm=self.events.alarm,
-            published=lambda about: self.events.write("checkpoint", **about),
+            published=self._published,
         )
 
     def train(self) -> int:
@@ -110,6 +116,8 @@ class Trainer:
         finally:
             self.display.stop()
             self.feed.close()
+            if self.live is not None:
+                self.live.close()
         if code == EXIT_DONE and self.progress.step == self.steps:
             self._farewell()
         return code
@@ -119,6 +127,9 @@ class Trainer:
         if self.progress.step == 0:
             self._evaluate()
         while self.progress.step < last:
+            if self.live is not None and not self.live.ready(self.progress.step + 1):
+                code = EXIT_RESUMABLE
+                break
             verdict = self._step(self.progress.step + 1)
             step = self.progress.step
             if self.progress.skipped_in_row >= self.run.train.max_skips:
@@ -279,6 +290,11 @@ class Trainer:
         self.checkpoints.save(self.progress.step, self.replica.state(share=True), meta)
         self.saved = self.progress.step
 
+    def _published(self, about: dict[str, Any]) -> None:
+        self.events.write("checkpoint", **about)
+        if self.live is not None:
+            self.live.published(about["step"])
+
     def _resume(self) -> None:
         """Go on from the newest good checkpoint of this run, or from the one that was named."""
         found = self._checkpoint_to_resume()
@@ -289,7 +305,8 @@ class Trainer:
         self.replica.loaded()
         self.progress = Progress(**found.meta["progress"])
         self.saved = self.progress.step if found.path.parent == self.checkpoints.root else -1
-        if self.dataset.go_on(found.meta.get("mixture", []), self.progress.step):
+        changed = self.dataset.go_on(found.meta.get("mixture", []), self.progress.step)
+        if changed and isinstance(self.dataset, Dataset):
             self.steps = self.dataset.steps(self.run.train.steps)
             self.display.note(
                 f"from step {self.progress.step + 1} on the mixture is {self.dataset.mixture.segments[-1].weights}"

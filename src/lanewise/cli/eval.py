@@ -24,6 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"--sequences {arguments.sequences}: give a positive number, or 0 for all")
     from lanewise.checkpoint.locate import locate
     from lanewise.data.dataset import Dataset
+    from lanewise.data.live import is_stream
     from lanewise.data.prepare import prepare
     from lanewise.elastic.world import connect
     from lanewise.evaluation import evaluate, losses
@@ -38,6 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
     mesh = Mesh(connect(0, 1, 0, None, settings.train.threads, settings.train.deterministic), Layout())
     of_model = partial(losses, model, device=mesh.world.device)
     limit, size = arguments.sequences, settings.batch.size
+    if arguments.source is None and is_stream(settings.data.source):
+        raise UserError(f"{arguments.path}: nothing of a live source is held out: name some text with --source")
     if arguments.source is None:
         data = settings.data
         dataset = Dataset(prepare(data), data, settings.batch, settings.train.seed)

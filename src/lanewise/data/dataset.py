@@ -20,10 +20,10 @@ from lanewise.data.mixture import Mixture
 from lanewise.data.order import Order
 from lanewise.data.packing import Packed
 from lanewise.data.shards import Damage, is_far
-from lanewise.data.windows import IGNORED, Windows
+from lanewise.data.windows import IGNORED, Rows, Windows
 from lanewise.errors import UserError
 
-AT_ONCE = 256  # sequences whose samples are computed together
+AT_ONCE = 1024  # sequences whose samples are computed together
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,14 @@ class Sample(NamedTuple):
     window: int
 
 
+class Part(NamedTuple):
+    """The rows of a slot that are windows of one source."""
+
+    windows: Windows
+    rows: list[int]
+    numbers: list[int]
+
+
 class Dataset:
     """The windows of prepared data in the order of the run.
 
@@ -52,9 +60,12 @@ class Dataset:
     of steps. Epochs join without a gap. Rows from `end` on are padding: with `epochs` > 0 after that many passes, with
     data.exhausted = "stop" after one pass over the source that is read through first.
 
+    `last`: the last step there is data for, None: all of them are there (a stream has other ideas, see live.py).
     `notes`: what a user should know about the data. Raises UserError if the folder is damaged or the text is shorter
     than one sequence.
     """
+
+    last = None
 
     def __init__(self, folder: Path, data: config.Data, batch: config.Batch, seed: int, epochs: float = 0):
         if (damage := store.damage(folder)) is not None:
@@ -153,18 +164,14 @@ class Dataset:
     def slot(self, step: int, lane: int, k: int) -> Slot:
         """Microbatch k of a lane in a step (from 1)."""
         drawn = self._samples(step, lane, k)
-        ids = [self._id(sample) for sample in drawn]
         by_source: dict[int, list[int]] = {}
         for b, sample in enumerate(drawn):
             by_source.setdefault(sample.source, []).append(b)
-        slot = None
-        for source, rows in by_source.items():
-            numbers: list[int | None] = [None] * self.batch.size
-            for b in rows:
-                numbers[b] = drawn[b].window
-            found = _slot(self.sources[self.mixture.names[source]], numbers, ids)
-            slot = found if slot is None else _merged(slot, found, rows)
-        return slot or _slot(next(iter(self.sources.values())), [None] * self.batch.size, [])
+        parts = [
+            Part(self.sources[self.mixture.names[source]], rows, [drawn[b].window for b in rows])
+            for source, rows in by_source.items()
+        ]
+        return self._slot(parts, self.batch.size, [self._id(sample) for sample in drawn])
 
     def samples(self, step: int, lane: int, k: int) -> list[str]:
         """The ids of what a slot reads, without reading it."""
@@ -177,7 +184,11 @@ class Dataset:
         assert 0 <= k < batch.microbatches, k
         first = (((step - 1) * batch.lanes + lane) * batch.microbatches + k) * batch.size
         last = first + batch.size if self.end is None else min(first + batch.size, self.end)
-        return [self._drawn(position // AT_ONCE)[position % AT_ONCE] for position in range(first, last)]
+        drawn: list[Sample] = []
+        for number in range(first // AT_ONCE, -(-last // AT_ONCE)):
+            before = number * AT_ONCE
+            drawn += self._drawn(number)[max(first - before, 0) : last - before]
+        return drawn
 
     def _id(self, sample: Sample) -> str:
         """'e<epoch>:<window>', in a mixture with the source's name before it. It does not depend on the layout."""
@@ -214,39 +225,40 @@ class Dataset:
         total = sum(map(len, self.held_outs.values()))
         numbers = [place * total // taken for place in places]
         ids = [f"held:{number}" for number in numbers]
-        slot, first = None, 0
+        parts, first = [], 0
         for windows in self.held_outs.values():  # one after the other, as if they were one
-            mine: list[int | None] = [n - first if first <= n < first + len(windows) else None for n in numbers]
-            rows = [b for b, n in enumerate(mine) if n is not None]
-            if rows or slot is None:
-                found = _slot(windows, mine + [None] * (size - len(mine)), ids)
-                slot = found if slot is None else _merged(slot, found, rows)
+            rows = [b for b, number in enumerate(numbers) if first <= number < first + len(windows)]
+            parts += [Part(windows, rows, [numbers[b] - first for b in rows])] if rows else []
             first += len(windows)
-        assert slot is not None
-        return slot
+        return self._slot(parts, size, ids)
 
     def _held(self, limit: int) -> int:
         total = sum(map(len, self.held_outs.values()))
         return min(limit, total) if limit else total
 
+    def _slot(self, parts: Sequence[Part], size: int, samples: list[str]) -> Slot:
+        """The rows of all parts; those of none are padding."""
+        found = [_read(part, samples) for part in parts]
+        if len(parts) == 1 and len(parts[0].rows) == size:
+            (whole,) = found
+        else:
+            shape = size, self.batch.sequence_length
+            packed = next(iter(self.sources.values())).is_packed
+            whole = Rows(
+                np.full(shape, self.meta["end_of_text"], np.int64),
+                np.full(shape, IGNORED, np.int64),
+                np.zeros(shape, np.int64) if packed else None,
+            )
+            for part, its in zip(parts, found, strict=True):
+                for target, values in zip(whole, its, strict=True):
+                    if target is not None:
+                        target[part.rows] = values
+        valid = int(np.count_nonzero(whole.labels_BT != IGNORED))
+        return Slot(whole.tokens_BT, whole.labels_BT, samples, valid, whole.starts_BT)
 
-def _slot(windows: Windows, numbers: list[int | None], samples: list[str]) -> Slot:
+
+def _read(part: Part, samples: Sequence[str]) -> Rows:
     try:
-        rows = windows.batch(numbers)
+        return part.windows.batch(part.numbers)
     except Damage as damage:
-        raise Damage(f"sample {', '.join(samples)}: {damage}") from None
-    valid = int(np.count_nonzero(rows.labels_BT != IGNORED))
-    return Slot(rows.tokens_BT, rows.labels_BT, samples, valid, rows.starts_BT)
-
-
-def _merged(slot: Slot, other: Slot, rows: list[int]) -> Slot:
-    """`slot` with these rows of another source's."""
-    for mine, its in (
-        (slot.tokens_BT, other.tokens_BT),
-        (slot.labels_BT, other.labels_BT),
-        (slot.starts_BT, other.starts_BT),
-    ):
-        if mine is not None and its is not None:
-            mine[rows] = its[rows]
-    valid = int(np.count_nonzero(slot.labels_BT != IGNORED))
-    return Slot(slot.tokens_BT, slot.labels_BT, slot.samples, valid, slot.starts_BT)
+        raise Damage(f"sample {', '.join(samples[b] for b in part.rows)}: {damage}") from None

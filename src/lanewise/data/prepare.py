@@ -23,7 +23,7 @@ from typing import Any
 import xxhash
 
 from lanewise import config
-from lanewise.data import build, corpus, sources, store, tokenizer
+from lanewise.data import build, corpus, live, sources, store, tokenizer
 from lanewise.data.encode import policy, trains
 from lanewise.data.shards import ShardSet, is_shard_set
 from lanewise.data.stores import configure
@@ -39,6 +39,11 @@ def prepare(data: config.Data, progress: Callable[[str], None] = lambda message:
     tokenizer or the room in the cache.
     """
     configure(data)
+    if data.mix and any(live.is_stream(part.source) for part in data.mix):
+        raise UserError("data.mix: a live source cannot be mixed: name it as data.source")
+    if not data.mix and live.is_stream(data.source):
+        words = live.words_of(data)
+        return _place(data, live.describe(data, words), words)
     if data.mix or corpus.holds_tokens(data.source):
         return _mixture(data, progress)
     if data.dedup != "none":

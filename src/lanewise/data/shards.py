@@ -15,9 +15,9 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -33,7 +33,10 @@ MANIFEST = "manifest.json"
 
 
 FETCHERS = 2  # shards fetched from a store at once
-MOST_MAPPED = 1024  # record batches; a map costs address space, and holds what a cache deleted on the disk
+MOST_MAPPED, MOST_MAPPED_FAR = (
+    1024,
+    64,
+)  # record batches; a map costs address space, and holds what a cache deleted on the disk
 PER_TASK = 1000  # most shards a task of a build writes
 
 
@@ -99,6 +102,14 @@ class ShardSet:
             raise Damage(f"{self.store.identity}/{name} is missing: restore it, or build the set again") from None
 
 
+class View(NamedTuple):
+    """A record batch's tokens (or flags), which are those from `first` to before `last` of all; memory-mapped."""
+
+    first: int
+    last: int
+    values: np.ndarray
+
+
 class ShardTokens:
     """The tokens of one side of a set (see `windows.Tokens`)."""
 
@@ -113,8 +124,9 @@ class ShardTokens:
         self.documents = int(self.first_document[-1])
         self.dtype = np.dtype(shards.manifest["dtype"])
         self.checked: set[int] = set()
+        self.flagged: bool = shards.manifest["learned"]
         self.is_remote = is_far(shards.address)
-        self._mapped = lru_cache(64 if self.is_remote else MOST_MAPPED)(self._map)
+        self.views: dict[tuple[int, str], View] = {}
         self.fetching: dict[str, Future[None]] = {}
 
     def __len__(self) -> int:
@@ -131,26 +143,38 @@ class ShardTokens:
         return self._stretch(start, stop, "tokens_at", self.dtype)
 
     def learned(self, start: int, stop: int) -> np.ndarray | None:
-        if not self.set.manifest["learned"]:
+        if not self.flagged:
             return None
         return self._stretch(start, stop, "learned_at", np.dtype(np.bool_))
 
     def _stretch(self, start: int, stop: int, at: str, dtype: np.dtype) -> np.ndarray:
         batch = int(self.first_token.searchsorted(start, side="right")) - 1
+        view = self.views.get((batch, at))
+        if view is not None and stop <= view.last:  # most often, so nothing else is done on this way
+            return view.values[start - view.first : stop - view.first]
         parts = []
         while start < stop:
             first, last = int(self.first_token[batch]), int(self.first_token[batch + 1])
             a, b = start - first, min(stop, last) - first
             if self._is_here(batch):
-                if self.check and batch not in self.checked:
-                    self.verify(batch)
-                parts.append(self._mapped(batch, at, dtype)[a:b])
+                parts.append(self._view(batch, at, dtype).values[a:b])
             else:
                 place, size = int(self.columns[at][batch]), dtype.itemsize
                 raw = self.set.store.read(self.shard_of(batch), place + a * size, place + b * size)
                 parts.append(np.frombuffer(raw, dtype))
             start, batch = last, batch + 1
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _view(self, batch: int, at: str, dtype: np.dtype) -> View:
+        if (view := self.views.get((batch, at))) is None:
+            if self.check and batch not in self.checked:
+                self.verify(batch)
+            first, last = int(self.first_token[batch]), int(self.first_token[batch + 1])
+            view = View(first, last, self._map(batch, at, dtype))
+            if len(self.views) >= (MOST_MAPPED_FAR if self.is_remote else MOST_MAPPED):
+                self.views = {}
+            self.views[batch, at] = view
+        return view
 
     def _is_here(self, batch: int) -> bool:
         """Whether a shard is on this machine. If not it is fetched, and read in stretches from afar until it is."""

@@ -19,13 +19,14 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
 from lanewise import config
 from lanewise.data.dataset import Dataset, Slot
+from lanewise.data.live import Live
 from lanewise.data.processes import leave_with_parent
 from lanewise.data.transform import named
 from lanewise.data.windows import IGNORED
@@ -35,9 +36,19 @@ from lanewise.errors import UserError
 # store is waiting.
 READERS, FAR_READERS = 1, 16
 MOST = 256  # microbatches read ahead at most, however small they are
+TOGETHER = 16  # microbatches a thread reads at a time from local files: handing over takes as long as reading a few
 ATTEMPTS = 3  # times a microbatch may take the process that works on it with it
 
 Name = tuple[int, int, int]  # step, lane, k
+Slots = list[Slot | Exception]
+
+
+class Coming(NamedTuple):
+    """A microbatch on its way: the `place`-th of some that are made together."""
+
+    name: Name
+    slots: Future[Slots]
+    place: int
 
 
 class Feed:
@@ -46,7 +57,7 @@ class Feed:
     Asking for any other is allowed (it is made at once, and reading ahead goes on from there).
     """
 
-    def __init__(self, dataset: Dataset, lanes: Sequence[int], data: config.Data, batch: config.Batch) -> None:
+    def __init__(self, dataset: Dataset | Live, lanes: Sequence[int], data: config.Data, batch: config.Batch) -> None:
         self.dataset, self.lanes, self.batch = dataset, lanes, batch
         self.transform = Transform(data.transform, data.workers, dataset) if data.transform else None
         slot_bytes = 8 * batch.size * batch.sequence_length * (2 + (data.pack in ("first-fit", "best-fit")))
@@ -54,9 +65,11 @@ class Feed:
         readers = FAR_READERS if dataset.is_far else READERS
         self.readers = ThreadPoolExecutor(readers, "read-ahead") if self.depth else None
         self.preprocessors = ThreadPoolExecutor(data.workers, "preprocess") if self.depth and self.transform else None
-        self.reading: deque[tuple[Name, Future[Slot]]] = deque()
-        self.ready: deque[tuple[Name, Future[Slot]]] = deque()
+        self.together = 1 if self.transform or dataset.is_far else max(1, min(TOGETHER, self.depth // 4))
+        self.reading: deque[tuple[Name, Future[Slots]]] = deque()  # to be preprocessed
+        self.ready: deque[Coming] = deque()
         self.order: Iterator[Name] = iter(())
+        self.next: Name = (0, 0, 0)
         self.lock = threading.Lock()
         self.seconds = {"wait": 0.0, "read": 0.0, "preprocess": 0.0}
 
@@ -69,9 +82,9 @@ class Feed:
         else:
             if not self.ready or self.ready[0][0] != name:
                 self._start_at(name)
-            _, future = self.ready.popleft()
+            _, future, place = self.ready.popleft()
             self._fill()
-            slot = future.result()
+            slot = _taken(future, place)
         self._count("wait", began)
         return slot
 
@@ -89,8 +102,10 @@ class Feed:
             self.transform.close()
 
     def _start_at(self, name: Name) -> None:
-        for _, future in (*self.reading, *self.ready):
+        for _, future in self.reading:
             future.cancel()
+        for coming in self.ready:
+            coming.slots.cancel()
         self.reading.clear()
         self.ready.clear()
         step, lane, k = name
@@ -98,24 +113,51 @@ class Feed:
         first = slots.index((lane, k)) if (lane, k) in slots else len(slots)
         rest = ((step, *slot) for slot in slots[first + 1 :])
         later = ((s, *slot) for s in itertools.count(step + 1) for slot in slots)
-        self.order = itertools.chain([name], rest, later)
+        self.next, self.order = name, itertools.chain(rest, later)
         self._fill()
 
     def _fill(self) -> None:
         """Every stage gets as much as it has credit for."""
-        assert self.readers is not None
+        if self.transform is None:
+            while (room := self.depth - len(self.ready)) >= self.together or not self.ready:
+                names = self._coming(min(room, self.together) if self.ready else 1)  # the first is waited for
+                if not names:
+                    return
+                read = self._submit(names)
+                self.ready.extend(Coming(name, read, place) for place, name in enumerate(names))
+            return
         while True:
             moved = False
-            if len(self.reading if self.transform else self.ready) < self.depth:
-                name = next(self.order)
-                (self.reading if self.transform else self.ready).append((name, self.readers.submit(self._read, name)))
+            if len(self.reading) < self.depth and (names := self._coming(1)):
+                self.reading.append((names[0], self._submit(names)))
                 moved = True
             if self.preprocessors is not None and self.reading and len(self.ready) < self.depth:
                 name, read = self.reading.popleft()
-                self.ready.append((name, self.preprocessors.submit(self._when_read, name, read)))
+                self.ready.append(Coming(name, self.preprocessors.submit(self._when_read, name, read), 0))
                 moved = True
             if not moved:
                 return
+
+    def _coming(self, most: int) -> list[Name]:
+        """The next microbatches to read, at most so many, if there is data for them."""
+        names: list[Name] = []
+        while len(names) < most and (self.dataset.last is None or self.next[0] <= self.dataset.last):
+            names.append(self.next)
+            self.next = next(self.order)
+        return names
+
+    def _submit(self, names: list[Name]) -> "Future[Slots]":
+        assert self.readers is not None
+        return self.readers.submit(self._read_all, names)
+
+    def _read_all(self, names: list[Name]) -> Slots:
+        slots: Slots = []
+        for name in names:
+            try:
+                slots.append(self._read(name))
+            except Exception as error:
+                slots.append(error)  # raised when its turn comes: those before it are good
+        return slots
 
     def _read(self, name: Name) -> Slot:
         began = time.perf_counter()
@@ -123,8 +165,8 @@ class Feed:
         self._count("read", began)
         return slot
 
-    def _when_read(self, name: Name, read: "Future[Slot]") -> Slot:
-        return self._preprocess(name, read.result())
+    def _when_read(self, name: Name, read: "Future[Slots]") -> Slots:
+        return [self._preprocess(name, _taken(read, 0))]
 
     def _preprocess(self, name: Name, slot: Slot) -> Slot:
         if self.transform is None:
@@ -139,6 +181,13 @@ class Feed:
             self.seconds[stage] += time.perf_counter() - began
 
 
+def _taken(slots: Future[Slots], place: int) -> Slot:
+    found = slots.result()[place]
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
 # ------------------------------------------------------------------------------------------------------- preprocess
 
 
@@ -149,7 +198,7 @@ class Transform:
     seed and the microbatch's name: the only randomness that comes out the same after a restart.
     """
 
-    def __init__(self, function: str, workers: int, dataset: Dataset) -> None:
+    def __init__(self, function: str, workers: int, dataset: Dataset | Live) -> None:
         named(function, "data.transform")  # refuse what is not there before anything starts
         self.function, self.workers, self.dataset = function, workers, dataset
         self.lock = threading.Lock()

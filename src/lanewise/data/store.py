@@ -80,6 +80,7 @@ class FolderTokens:
         meta = read_meta(folder)
         self.ids = tokens(folder, side, meta["dtype"])
         self.flags = mapped(folder / f"{side}.learned", "?") if meta["learned"] else None
+        self.flagged = self.flags is not None
         self.starts = starts(folder, side)
         self.total = len(self.ids)
 

@@ -5,7 +5,7 @@ Dims: B windows in a microbatch, T predictions in a window.
 
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -21,6 +21,7 @@ class Tokens(Protocol):
     """Documents back to back, each closed by its end-of-text token: one side of a source, wherever it is kept."""
 
     total: int  # tokens
+    flagged: bool  # some tokens are not worth predicting
 
     @property
     def starts(self) -> np.ndarray:
@@ -34,7 +35,10 @@ class Tokens(Protocol):
 
 
 class Rows(NamedTuple):
-    """B windows. Labels are what follows each token, IGNORED where nothing is predicted."""
+    """B windows. Labels are what follows each token, IGNORED where nothing is predicted.
+
+    The arrays may be views of one memory, and not contiguous: they are read only.
+    """
 
     tokens_BT: np.ndarray  # int64
     labels_BT: np.ndarray  # int64
@@ -57,8 +61,8 @@ class Windows:
         """(start, stop), ...: the window predicts tokens start+1 to stop from tokens start to stop-1, of each."""
         raise NotImplementedError
 
-    def batch(self, numbers: list[int | None]) -> Rows:
-        """The windows of these numbers. None is a row of filler.
+    def batch(self, numbers: Sequence[int]) -> Rows:
+        """The windows of these numbers.
 
         This is the one place where labels are shifted: labels_BT[b, t] is what follows tokens_BT[b, t]. The last
         token of a document is nothing but a label, so no prediction crosses to the next one.
@@ -68,7 +72,7 @@ class Windows:
         starts_BT = np.zeros(shape, np.int64) if self.is_packed else None
         for b, number in enumerate(numbers):
             at = 0
-            for start, stop in self.spans(number) if number is not None else []:
+            for start, stop in self.spans(number):
                 after = at + stop - start
                 stretch = self.tokens.read(start, stop + 1)
                 tokens_BT[b, at:after] = stretch[:-1]
@@ -96,6 +100,16 @@ class Stream(Windows):
         assert 0 <= window < self.count, (window, self.count)
         start = window * self.length
         return [(start, min(start + self.length, self.tokens.total - 1))]
+
+    def batch(self, numbers: Sequence[int]) -> Rows:
+        """Whole windows, of which every place counts, take half the copying: labels are the tokens one place on."""
+        if self.tokens.flagged or max(numbers) == self.count - 1:
+            return super().batch(numbers)
+        both = np.empty((len(numbers), self.length + 1), np.int64)
+        for row, number in zip(both, numbers, strict=True):
+            start = number * self.length
+            row[:] = self.tokens.read(start, start + self.length + 1)
+        return Rows(both[:, :-1], both[:, 1:], None)
 
 
 class Documents(Windows):

@@ -34,6 +34,8 @@ def _pair(source: str) -> tuple[Path, Path]:
 class MegatronTokens:
     """Documents first to last-1 of a pair of files (see `windows.Tokens`); last None: all."""
 
+    flagged = False
+
     def __init__(self, source: str, first: int = 0, last: int | None = None) -> None:
         self.ids_path, index_path = _pair(source)
         raw = index_path.read_bytes()[:HEAD]

@@ -4,13 +4,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
 from lanewise.data.streams.sealed import Sealed, Segment, State
 from lanewise.data.text import Errors, first_bad_byte
 from lanewise.errors import UserError
 
-Encode = Callable[[list[str]], Sequence[Sequence[int]]]  # texts to token ids
+Encode = Callable[[list[str]], Sequence[Sequence[int] | np.ndarray]]  # texts to rows of token ids
 
 
 class Batch(NamedTuple):
