@@ -44,33 +44,40 @@ def peak_memory(case: Case) -> float:
 def predict(path: str | Path, what: str) -> Iterator[dict[str, Any]]:
     """One object a row, then the summary. what: 'runs' or 'memory', which says what is scored. Raises UserError."""
     errors, inside, rows, refused = [], [], 0, 0
-    for cells, case in read_table(path, "step_time_s_derived" if what == "runs" else "peak_mem_GB"):
+    for cells, case in read_table(path):
         rows += 1
-        found: dict[str, Any] = {"id": cells.get("id", "")}
-        if isinstance(case, Refused):
+        found = {"id": cells["id"], **_predicted(case)}
+        yield found
+        if isinstance(case, Refused) or found["refused"]:
             refused += 1
-            blank = dict.fromkeys(("predicted_step_s", "low", "high", "predicted_mem_GB"))
-            yield {**found, **blank, "refused": str(case)}
             continue
-        time = analytic(case)
-        corrected = shipped().predict(described(case, time)[None])
-        step, low, high = (float(time.total) * float(f[0]) for f in (corrected.factor, corrected.low, corrected.high))
-        gigabytes = peak_memory(case) / 1e9
-        yield {
-            **found,
-            "predicted_step_s": step,
-            "low": low,
-            "high": high,
-            "predicted_mem_GB": gigabytes,
-            "extrapolates": bool(corrected.far[0]),
-            "refused": None,
-        }
+        step, gigabytes = found["predicted_step_s"], found["predicted_mem_GB"]
         if what == "runs" and case.step_time is not None:
             errors.append(abs(step / case.step_time - 1))
-            inside.append(low <= case.step_time <= high)
+            inside.append(found["low"] <= case.step_time <= found["high"])
         if what == "memory" and case.memory_GB is not None:
             errors.append(abs(gigabytes / case.memory_GB - 1))
     yield {"summary": {"rows": rows, "refused": refused, **summary(errors, inside)}}
+
+
+def _predicted(case: Case | Refused) -> dict[str, Any]:
+    names = ("predicted_step_s", "low", "high", "predicted_mem_GB")
+    blank = dict.fromkeys((*names, "extrapolates"))
+    if isinstance(case, Refused):
+        return {**blank, "ignored": [], "refused": str(case)}
+    ignored = [f"{key} {text!r} is no such number" for key, text in case.ignored.items()]
+    try:
+        with np.errstate(all="ignore"):
+            time = analytic(case)
+            corrected = shipped().predict(described(case, time)[None])
+            figures = [float(time.total) * float(f[0]) for f in (corrected.factor, corrected.low, corrected.high)]
+            figures.append(peak_memory(case) / 1e9)
+    except (OverflowError, ZeroDivisionError):
+        figures = [np.inf]
+    if not (np.isfinite(figures).all() and min(figures) > 0):
+        return {**blank, "ignored": ignored, "refused": "the row's numbers together give no finite time or memory"}
+    far = bool(corrected.far[0])
+    return {**dict(zip(names, figures, strict=True)), "extrapolates": far, "ignored": ignored, "refused": None}
 
 
 def summary(errors: Sequence[float], inside: Sequence[bool] = ()) -> dict[str, Any]:
