@@ -161,6 +161,7 @@ def complete(row: Mapping[str, str]) -> Case:
         recompute=_recompute(cells.text("activation_ckpt").lower()),
         schedule=SCHEDULES.index(_schedule(cells.text("notes"), chunks)),
         zero=min(zero, 2),
+        flight=2 * pp if "zb-2p" in cells.text("notes").lower() else 0,  # it buys its bubble with memory
     )
     kind = cells.text("dtype").lower()
     precision = next(
