@@ -18,11 +18,11 @@ from lanewise.planner.table import Case, Refused, read_table
 # time it is from.
 # Plain feed-forwards and a head of keys for each of queries, as GPT: attention that keeps scores and the mask of their
 # dropout, 5 bytes each (arXiv:2205.05198, equation 1).
-GPT = Engine(logits=8.0, scores=5.0, spread=False, buffers=1e9, short=True)
+GPT = Engine(logits=8.0, scores=5.0, spread=False, slack=0.0, short=True)
 # Gated ones: norms, rotations and gates that each keep what they read, some of it in 32 bits.
-LLAMA = Engine(logits=8.0, activations=1.5, spread=False, buffers=1e9, short=True)
+LLAMA = Engine(logits=8.0, activations=1.5, spread=False, slack=0.0, short=True)
 # Grouped queries: fused blocks, gradients added up in 16 bits.
-FUSED = Engine(logits=8.0, gradient=2.0, short=True)
+FUSED = Engine(logits=8.0, gradient=2.0, slack=0.0, short=True)
 # Experts: moments in 16 bits, too (arXiv:2412.19437, section 3.3.3).
 MOE = replace(FUSED, optimizer=8.0)
 
