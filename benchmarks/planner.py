@@ -40,7 +40,7 @@ EVERY = 5  # of the runs on one node, which are many and alike, one in so many i
 
 def cases(path: Path, needs: str) -> tuple[list[Case], list[tuple[str, str]]]:
     found, refused = [], []
-    for cells, case in read_table(path, needs):
+    for cells, case in read_table(path):
         if isinstance(case, Refused):
             refused.append((cells["id"], str(case)))
         elif needs == "peak_mem_GB" or case.step_time is not None:

@@ -10,7 +10,7 @@ from lanewise.planner.choice import SCHEDULES, Choice
 from lanewise.planner.cluster import read_cluster
 from lanewise.planner.cost import Time, calibrated, ring, step_time
 from lanewise.planner.memory import Engine, in_flight, memory
-from lanewise.planner.model import describe
+from lanewise.planner.model import Transformer, describe
 
 MODEL = describe(config.load_model({"preset": "llama3-8b"}))
 CLUSTER = read_cluster("8x8 H100")
@@ -95,3 +95,21 @@ def test_recomputation_trades_time_for_memory(recompute):
     none, some = Choice(micro=2), Choice(micro=2, recompute=recompute)
     assert float(memory(MODEL, some, 8192).activations) < float(memory(MODEL, none, 8192).activations)
     assert float(step_time(MODEL, some, 8192, CLUSTER).total) > float(step_time(MODEL, none, 8192, CLUSTER).total)
+
+
+def test_attention_that_keeps_its_scores():
+    """arXiv:2205.05198, equation 1: s b h (34 + 5 a s / h) bytes a layer, of plain feed-forwards."""
+    gpt = Transformer(24, 4096, 32, 32, 128, 128, 16384, 50304, matrices=2)
+    engine = Engine(scores=5.0, slack=0.0)
+    held = float(memory(gpt, Choice(micro=2), 1024, engine).activations)
+    assert held == pytest.approx(24 * 1024 * 2 * 4096 * (34 + 5 * 32 * 1024 / 4096), rel=0.05)
+
+
+def test_the_ends_of_an_uneven_pipeline_are_short():
+    gpt = Transformer(22, 4096, 32, 32, 128, 128, 16384, 50304, matrices=2)
+    choice = Choice(pp=8, count=64, micro=1)
+    even, short = (memory(gpt, choice, 1024, Engine(short=short, slack=0.0)) for short in (False, True))
+    assert float(short.activations) == pytest.approx(float(even.activations) * 7 / 8), "the second stage has 3 blocks"
+    assert float(even.weights) - float(short.weights) == pytest.approx(2.0 * gpt.embedding), "and no embedding"
+    kept = float(memory(gpt, replace(choice, flight=16), 1024, Engine(slack=0.0)).activations)
+    assert kept == pytest.approx(2 * float(even.activations)), "a schedule that may hold twice as many"

@@ -57,5 +57,6 @@ def test_a_broken_line_is_passed_over_and_few_runs_say_nothing(cache, tmp_path):
 def test_short_runs_and_unprobed_machines_record_nothing(cache, tmp_path):
     run = config.load(None, ["model.preset=tiny-dense", f"data.cache={cache}"])
     assert learning.record(run, 2, finished(tmp_path / "short", 0.1, steps=4)) is None
-    elsewhere = config.load(None, ["model.preset=tiny-dense", f"data.cache={tmp_path / 'none'}"])
-    assert learning.record(elsewhere, 2, finished(tmp_path / "long", 0.1)) is None
+    elsewhere = config.load(None, ["model.preset=tiny-dense", f"data.cache={tmp_path / 'none'}", "batch.lanes=4"])
+    assert learning.record(elsewhere, 2, finished(tmp_path / "long", 0.1))["predicted_s"] > 0
+    assert not learning.runs_path(elsewhere.data.cache).exists()

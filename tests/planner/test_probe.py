@@ -50,10 +50,31 @@ def test_auto_keeps_the_batch(tmp_path):
     path.parent.mkdir()
     path.write_text(json.dumps(STORED))
     run = config.load(None, ["model.preset=tiny-dense", f"data.cache={tmp_path}", "layout.axes=auto", "batch.lanes=4"])
-    settled, plan = settle(run, 4)
+    settled, why = settle(run, 4)
     assert settled.batch == run.batch
     check(Layout.parse(settled.layout.axes), settled, 4)
-    assert settled.layout.axes == str(plan.layout)
+    assert why[0].startswith(f"planned: {settled.layout.axes or 'one rank'}")
     odd = ["model.layers=1", "batch.lanes=3", "batch.sequence_length=251"]
     with pytest.raises(UserError, match="no layout divides 4 devices"):
         settle(config.load(None, ["model.preset=tiny-dense", f"data.cache={tmp_path}", *odd]), 4)
+
+
+def test_a_run_that_goes_on_keeps_its_layout_unless_it_is_adaptive(tmp_path):
+    """Without any probe, too: a usual machine's numbers stand in, and the plan says so."""
+    run = config.load(None, ["model.preset=tiny-dense", f"data.cache={tmp_path}", "layout.axes=auto", "batch.lanes=4"])
+    best, why = settle(run, 2)
+    assert "not measured" in why[-1]
+    other = next(axes for axes in ("tp2", "pp2", "") if Layout.parse(axes) != Layout.parse(best.layout.axes))
+    before = best.model_copy(update={"layout": best.layout.model_copy(update={"axes": other})})
+    again, why = settle(run, 2, before)
+    assert again.layout.axes == other
+    assert why[0].startswith("as before")
+    assert "layout.adaptive=true takes it" in why[1]
+    adaptive = run.model_copy(update={"layout": run.layout.model_copy(update={"adaptive": True})})
+    moved, why = settle(adaptive, 2, before)
+    assert moved.layout.axes == best.layout.axes
+    assert "slower" in why[1]
+    assert "any layout reads the checkpoint" in why[1]
+    alone, why = settle(run, 1, best.model_copy(update={"layout": best.layout.model_copy(update={"axes": "tp2"})}))
+    assert alone.layout.axes == ""
+    assert "cannot be on 1 workers" in why[1]

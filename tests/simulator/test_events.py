@@ -6,9 +6,13 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from lanewise import config
 from lanewise.cli.main import main
+from lanewise.planner.cluster import read_cluster
+from lanewise.planner.machine import Where
 from lanewise.simulator.events import Durations, Event, bubble, out_of_order, simulate, span
 from lanewise.simulator.goodput import DAY, Faults, checkpoint_interval, days
+from lanewise.simulator.run import simulate_run
 from lanewise.simulator.schedules import SCHEDULES, order
 
 CHUNKS = {"gpipe": 1, "1f1b": 1}
@@ -39,13 +43,13 @@ def test_zero_bubble_and_v_shapes_have_less():
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_nothing_starts_before_what_it_needs(schedule):
     events = timeline(schedule, hop=0.1)
-    ends = {(e.kind, e.stage, e.microbatch): e for e in events}
+    ends = {(e.action, e.stage, e.microbatch): e for e in events}
     last = max(e.stage for e in events)
     for e in events:
-        if e.kind == "F" and e.stage:
+        if e.action == "F" and e.stage:
             before = ends["F", e.stage - 1, e.microbatch]
             assert e.start >= before.end + 0.1 * (before.rank != e.rank) - 1e-12
-        if e.kind in "BI" and e.stage < last:
+        if e.action in "BI" and e.stage < last:
             after = ends.get(("B", e.stage + 1, e.microbatch)) or ends["I", e.stage + 1, e.microbatch]
             assert e.start >= after.end + 0.1 * (after.rank != e.rank) - 1e-12
     for rank in range(4):
@@ -73,6 +77,19 @@ def test_simulate_verb_draws_and_traces(tmp_path, capsys):
     assert {e["pid"] for e in drawn} == {0, 1, 2, 3}
     assert main(["simulate", *words, *where]) == 0
     assert "goodput" in capsys.readouterr().out
+
+
+def test_a_backward_that_does_not_split_has_no_second_half():
+    """Recomputed blocks do all of it in the first; the first stage has no gradient of an input to make."""
+    words = ["model.preset=llama3-8b", "train.precision=bf16", "batch.lanes=16", "batch.sequence_length=4096"]
+    words += ['layout.axes="pp4.tp2"', "layout.schedule=zbv"]
+    whole, split = (
+        simulate_run(config.load(None, [*words, f"layout.recompute={how}"]), Where(read_cluster("1x8 H100"))).events
+        for how in ("full", "none")
+    )
+    assert {e.action for e in whole} == {"F", "I"}
+    assert {e.action for e in split} == {"F", "I", "W"}
+    assert {e.stage for e in split if e.action == "I" and e.end == e.start} == {0}
 
 
 def test_days_add_up_and_are_drawn_from_the_seed():

@@ -56,7 +56,7 @@ def _table(arguments: argparse.Namespace) -> int:
         raise UserError("--runs and --memory: give one table at a time")
     what, path = ("runs", arguments.runs) if arguments.runs is not None else ("memory", arguments.memory)
     for found in predict(path, what):
-        print(json.dumps(found) if arguments.json else _line(found))
+        print(json.dumps(found, allow_nan=False) if arguments.json else _line(found))
     return 0
 
 

@@ -59,7 +59,8 @@ def _run(arguments: argparse.Namespace, place: environment.Place | None) -> int:
     workers = arguments.workers if arguments.workers is not None else _usable(settings)
     if workers < 1:
         raise UserError(f"--workers {workers}: at least one worker is needed")
-    if settings.layout.axes == "auto":
+    planned = settings.layout.axes == "auto"
+    if planned:
         settings = _planned(settings, workers, arguments)
     check(Layout.parse(settings.layout.axes), settings, workers)
     launcher.warm_up()
@@ -67,22 +68,29 @@ def _run(arguments: argparse.Namespace, place: environment.Place | None) -> int:
     with open_run(job.run, job.out, job.resume, job.data):
         code = launcher.launch(job, workers)
     if code in (EXIT_DONE, EXIT_RESUMABLE):
-        _learn(job, workers, arguments)
+        _learn(job, workers, planned, arguments)
     return code
 
 
 def _planned(settings: config.Run, workers: int, arguments: argparse.Namespace) -> config.Run:
     from lanewise.planner.auto import settle
 
-    settings, plan = settle(settings, workers)
-    text = f"planned: {plan.name}, recompute {plan.recompute}, ZeRO {plan.zero}: {plan.step:.3g} s a step"
-    print(text, file=sys.stderr if arguments.json else sys.stdout)
+    out = arguments.out or Path("runs") / settings.name
+    file = out / "run.toml"
+    before = config.load(file) if arguments.resume == "auto" and file.exists() else None
+    settings, why = settle(settings, workers, before)
+    print("\n".join(why), file=sys.stderr if arguments.json else sys.stdout)
     return settings
 
 
-def _learn(job: "Job", workers: int, arguments: argparse.Namespace) -> None:
-    """Keep what the run took beside what was predicted, if this machine has been probed, and say how far they are."""
+def _learn(job: "Job", workers: int, planned: bool, arguments: argparse.Namespace) -> None:
+    """Where a machine has been probed, or the layout planned: say how far the prediction was off. What was measured
+    beside a probe is kept, and plans learn from it."""
     from lanewise.planner.learning import record
+    from lanewise.planner.machine import is_probed
+
+    if not planned and not is_probed(job.run.data.cache):
+        return
 
     row = record(job.run, workers, job.out)
     if row is not None:

@@ -19,7 +19,8 @@ class Choice:
 
     ep: ranks among which experts are spread; expert_tp: ranks that share one expert. chunks: stages a rank holds;
     lanes: that a replica holds. micro: sequences of one microbatch on one rank; count: microbatches of a step on one
-    rank. recompute, schedule: positions in RECOMPUTE and SCHEDULES. zero: 0 to 2, across copies of a weight.
+    rank. recompute, schedule: positions in RECOMPUTE and SCHEDULES. zero: 0 to 2, across copies of a weight. flight:
+    microbatches whose activations a rank may hold, 0: as the schedule does by itself.
     """
 
     data: Number = 1
@@ -36,6 +37,7 @@ class Choice:
     recompute: Number = 0
     schedule: Number = 0
     zero: Number = 1
+    flight: Number = 0
 
     @property
     def ranks(self) -> Number:
@@ -43,4 +45,5 @@ class Choice:
 
     def at(self, index: Any) -> "Choice":
         """Those at `index` of a choice of arrays."""
-        return Choice(**{f.name: np.asarray(getattr(self, f.name))[index] for f in fields(self)})
+        size = np.shape(self.tp)
+        return Choice(**{f.name: np.broadcast_to(getattr(self, f.name), size)[index] for f in fields(self)})

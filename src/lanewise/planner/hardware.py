@@ -81,10 +81,10 @@ def devices() -> dict[str, Device]:
 def find_device(name: str) -> Device:
     """The device a free name means: `H100-80GB-SXM`, `A100 (DGX-A100)`, `tpu-v5p`. Raises UserError if none.
 
-    All words of a known device's name must be among those of `name`; the longest such wins.
+    All words of a known device's name must be among those of `name`, apart or in one; the longest such wins.
     """
-    words = set(re.findall(r"[A-Z0-9]+", name.upper()))
-    known = [device for device in devices().values() if set(device.name.split()) <= words]
+    words = set(re.findall(r"[A-Z0-9]+", re.sub(r"\b\d+ ?X ?(?=[A-Z])", "", name.upper())))
+    known = [d for d in devices().values() if set(d.name.split()) <= words or d.name.replace(" ", "") in words]
     if not known:
         raise UserError(
             f"unknown device {name!r}: known are {', '.join(devices())}; for another write a cluster file with its "

@@ -42,18 +42,19 @@ def learned(cache: str) -> Correction | None:
 
 
 def record(run: "Run", workers: int, out: Path) -> dict[str, Any] | None:
-    """Append what the run in `out` took, beside what was predicted. None: not probed, or too few steps."""
+    """What the run in `out` took, beside what was predicted; kept if this machine is probed. None: too few steps, or a
+    probe that cannot be read."""
     from lanewise.errors import UserError
     from lanewise.planner.features import features
-    from lanewise.planner.machine import place
+    from lanewise.planner.machine import is_probed, place
     from lanewise.planner.search import cost_out, fixed
 
     measured = step_seconds(out / "metrics.jsonl")
     if measured is None:
         return None
     try:
-        where = place(None, workers, run)
-    except UserError:
+        where = place(None, workers, run, guess=True)
+    except UserError:  # a broken probe spoils a lesson, not a run that is done
         return None
     schedule = getattr(run.layout, "schedule", "1f1b")
     chunks = getattr(run.layout, "chunks", 0) or (1 if schedule in ("1f1b", "gpipe") else 2)
@@ -66,6 +67,8 @@ def record(run: "Run", workers: int, out: Path) -> dict[str, Any] | None:
         "predicted_s": cost_out(space, np.array([0]))[0].step,
         "measured_s": measured,
     }
+    if not is_probed(run.data.cache):
+        return row
     path = runs_path(run.data.cache)
     with contextlib.suppress(OSError):  # a cache that cannot be written costs a lesson, not the run
         path.parent.mkdir(parents=True, exist_ok=True)

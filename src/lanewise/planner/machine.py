@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 
 from lanewise.config import Run
 from lanewise.errors import UserError
@@ -40,13 +41,14 @@ class Where(NamedTuple):
         return Corrected(np.where(far, 1, factor), np.where(far, UNSURE[0], low), np.where(far, UNSURE[1], high), far)
 
 
-def place(cluster: str | None, workers: int | None, run: Run) -> Where:
-    """A described cluster, or else this machine. Raises UserError: not probed."""
+def place(cluster: str | None, workers: int | None, run: Run, guess: bool = False) -> Where:
+    """A described cluster, or else this machine. guess: if it is not probed, take it for a usual one. Raises UserError:
+    not probed."""
     if cluster is not None:
         if workers is not None:
             raise UserError("--workers is for this machine: leave it out with --cluster")
         return Where(read_cluster(cluster))
-    probed = read_probe(run.data.cache)
+    probed = read_probe(run.data.cache) if is_probed(run.data.cache) or not guess else USUAL
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     here, rates = local(probed, workers or max(cores // run.train.threads, 1))
     return Where(here, LOCAL, rates, learned(run.data.cache))
@@ -76,6 +78,23 @@ def local(probed: dict[str, Any], workers: int) -> tuple[Cluster, Rates]:
     latency = (probed["latency"] * share, probed["latency"] * share)
     cluster = Cluster(device, 1, workers, device.link, device.inter, latency)
     return cluster, Rates(**probed["rates"])
+
+
+# Round numbers of a server's core and of two processes of it over gloo, where nobody has measured. They tell layouts
+# apart; a step may well take several times as long.
+USUAL: dict[str, Any] = {
+    "matmul": {"fp32": 1e11, "bf16": 2e11}, "bandwidth": 1e10, "link": 1e9, "latency": 2e-4, "watts_per_core": 10.0,
+    "memory": psutil.virtual_memory().total, "cores": os.cpu_count() or 1,
+    "rates": {
+        "rows": 2e5, "launch": 0.0, "launch_routed": 0.0, "scores": 0.0, "products": 0.8, "attention": 0.2,
+        "pointwise": 0.15, "head": 0.8, "link": 1.0, "network": 1.0, "hidden_tensor": 0.0, "hidden_expert": 0.0,
+        "hidden_data": 0.5, "seen": 1.0, "bubble": 1.0, "uneven": 1.0, "jitter": 0.0, "fixed": 2e-3, "issue": 3e-4,
+    },
+}  # fmt: skip
+
+
+def is_probed(cache: str) -> bool:
+    return probe_path(cache).exists()
 
 
 def probe_path(cache: str) -> Path:

@@ -23,8 +23,10 @@ class Engine:
 
     gradient: kept over the step; optimizer: masters and moments; logits: bytes per logit at the peak, or 0 where the
     loss is computed in chunks, of `chunk` logits; spread: whether what a recomputed block keeps is cut by tp;
-    activations: kept, over those that a fully fused block keeps; slack: allocator's waste, a share of activations;
-    context: outside the allocator's books; tree: lanes add up along the canonical tree, each with a gradient of its
+    activations: kept, over those that a fully fused block keeps; scores: bytes kept of each attention score, 0 where
+    attention is one kernel; slack: allocator's waste, a share of activations;
+    context: outside the allocator's books; short: whether a cut that is not even leaves the ends of a pipeline a block
+    less, as they hold the embeddings; tree: lanes add up along the canonical tree, each with a gradient of its
     own, so that one node of each size may wait beside the lane at work.
     """
 
@@ -35,9 +37,11 @@ class Engine:
     chunk: float = 2.0**21
     spread: bool = True
     activations: float = 1.0
+    scores: float = 0.0
     slack: float = 0.03
     buffers: float = 0.3e9
     context: float = 0.0
+    short: bool = False
     tree: bool = False
 
 
@@ -70,7 +74,8 @@ def in_flight(choice: Choice, stage: Number) -> Number:
     # zero-bubble keeps what weight gradients need for a while longer; the V-shaped ones fill all ranks alike
     held = np.where(choice.schedule == ZERO_BUBBLE, np.minimum(count, pp), held)
     held = np.where(np.isin(choice.schedule, WAVE), np.minimum(count, pp), held)
-    return np.where(np.isin(choice.schedule, ALL), count, held)
+    held = np.where(np.isin(choice.schedule, ALL), count, held)
+    return np.where(np.asarray(choice.flight) > 0, np.minimum(count, choice.flight), held)
 
 
 def saved(model: Transformer, choice: Choice, sequence: int, recompute: Number, spread: bool = True) -> Number:
@@ -92,26 +97,25 @@ def saved(model: Transformer, choice: Choice, sequence: int, recompute: Number, 
     return np.select([recompute == 0, recompute == 1], [whole, products], entry)
 
 
-def memory(
-    model: Transformer, choice: Choice, sequence: int, engine: Engine = OURS, first: Number = None, last: Number = None
-) -> Memory:
-    """The fullest stage's peak. first, last: blocks of the first and last stage where they are not the even share."""
-    stages = [_stage(model, choice, sequence, engine, place) for place in (0, 1)]
-    total = [stage.total for stage in stages]
-    fuller = total[1] > total[0]
-    return Memory(*(np.where(fuller, getattr(stages[1], f.name), getattr(stages[0], f.name)) for f in fields(Memory)))
+def memory(model: Transformer, choice: Choice, sequence: int, engine: Engine = OURS) -> Memory:
+    """The fullest stage's peak: the first one's, the second's or the last one's."""
+    stages = [_stage(model, choice, sequence, engine, place) for place in (0, 1, -1)]
+    fullest = np.argmax(np.stack(np.broadcast_arrays(*(stage.total for stage in stages))), axis=0)
+    parts = {f.name: [getattr(stage, f.name) + 0.0 * fullest for stage in stages] for f in fields(Memory)}
+    return Memory(**{name: np.choose(fullest, held) for name, held in parts.items()})
 
 
 def _stage(model: Transformer, choice: Choice, sequence: int, engine: Engine, place: int) -> Memory:
-    """place: 0 the first stage of the pipeline, 1 the last."""
+    """place: 0 the first stage of the pipeline, 1 the second, -1 the last; all of them are the one of no pipeline."""
     one = choice.pp == 1
     wave = np.isin(choice.schedule, WAVE)  # the first rank of a V holds both ends
     blocks = np.ceil(model.blocks / choice.pp)
-    end = model.embedding
-    if place == 0:
-        ends = np.where(one | wave, end * (1 if model.tied else 2), end)
-    else:
-        ends = np.where(one, end * (1 if model.tied else 2), np.where(wave, 0, end))
+    if engine.short:
+        missing = blocks * choice.pp - model.blocks
+        blocks = blocks - np.where(missing >= (2, np.inf, 1)[place], 1, 0)
+    both = model.embedding * (1 if model.tied else 2)
+    holds_head = one | (wave & (place == 0)) | (~wave & (place == -1))
+    ends = np.where(one | (wave & (place == 0)), both, np.where(wave | (place == 1), 0, model.embedding))
     copies = choice.data * choice.cp / choice.fsdp
     expert_copies = np.maximum(choice.data * choice.cp * choice.tp / (choice.ep * choice.expert_tp * choice.fsdp), 1)
     dense = (blocks * model.block_dense + ends) / choice.tp
@@ -127,22 +131,22 @@ def _stage(model: Transformer, choice: Choice, sequence: int, engine: Engine, pl
     early = (choice.zero >= 2) & ((choice.count == 1) | (not engine.tree))
     gradients = np.where(early, owned, held * waiting) * engine.gradient + gathered * engine.weight
 
-    stage = np.where(place == 0, 0, choice.pp - 1)
+    stage = np.minimum(place, choice.pp - 1) if place >= 0 else choice.pp - 1
     flight = in_flight(choice, stage)
     # what a recomputed block keeps is its input, or products: no engine keeps more
     whole = saved(model, choice, sequence, 0 * choice.recompute) * engine.activations
+    tokens = choice.micro * sequence / choice.cp
+    whole = whole + engine.scores * tokens * sequence * model.heads / choice.tp
     kept = saved(model, choice, sequence, choice.recompute, engine.spread)
     kept = np.where(choice.recompute == 0, whole, kept)
     working = np.where(choice.recompute > 0, whole, 0.0)
     activations = (blocks * kept * flight + working) * (1 + engine.slack)
-    tokens = choice.micro * sequence / choice.cp
     row = model.vocab / choice.tp
     logits = np.where(
         engine.logits > 0,
         tokens * row * engine.logits,
         np.minimum(tokens * row, np.maximum(engine.chunk, 128 * row)) * 10.0,
     )
-    holds_head = one | (wave & (place == 0)) | (~wave & (place == 1))
     return Memory(
         (held + gathered) * engine.weight,
         gradients,

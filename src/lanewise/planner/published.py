@@ -14,13 +14,36 @@ from lanewise.planner.features import features
 from lanewise.planner.memory import Engine, memory
 from lanewise.planner.table import Case, Refused, read_table
 
-# What published frameworks hold: logits in 16 and 32 bits, and activations. No cell says which framework it was; models
-# with grouped queries or experts, and runs in 8 bits, are of the time of fused blocks.
-FUSED = Engine(logits=8.0, activations=0.6)
-EAGER = Engine(logits=8.0, activations=1.5, spread=False, buffers=1e9)
-HALF = replace(EAGER, gradient=2.0)  # in fp16 the gradients stay so
-# What nvidia-smi sees beside the allocator's peak: contexts, buffers of collectives, freed blocks it keeps.
-BESIDE = 11e9
+# What published frameworks hold. No cell says which framework a run was of; the model's kind and the precision tell the
+# time it is from.
+# Plain feed-forwards and a head of keys for each of queries, as GPT: attention that keeps scores and the mask of their
+# dropout, 5 bytes each (arXiv:2205.05198, equation 1).
+GPT = Engine(logits=8.0, scores=5.0, spread=False, slack=0.0, short=True)
+# Gated ones: norms, rotations and gates that each keep what they read, some of it in 32 bits.
+LLAMA = Engine(logits=8.0, activations=1.5, spread=False, slack=0.0, short=True)
+# Grouped queries: fused blocks, gradients added up in 16 bits.
+FUSED = Engine(logits=8.0, gradient=2.0, slack=0.0, short=True)
+# Experts: moments in 16 bits, too (arXiv:2412.19437, section 3.3.3).
+MOE = replace(FUSED, optimizer=8.0)
+
+
+def engine_of(case: Case) -> Engine:
+    model = case.model
+    if model.experts > 0:
+        engine = MOE
+    elif model.kv_heads < model.heads:
+        engine = FUSED
+    else:
+        engine = GPT if model.matrices == 2 else LLAMA
+    if case.precision == "fp16":  # so are the gradients
+        engine = replace(engine, gradient=2.0)
+    if case.precision in ("fp8", "fp4"):  # what products read is kept in 8 bits: half of it all
+        engine = replace(engine, activations=0.75 * engine.activations)
+    return engine
+
+
+# What nvidia-smi sees beside the allocator's peak: blocks that are kept though free, contexts, buffers of collectives.
+KEPT, BESIDE = 0.2, 5e9
 
 
 def analytic(case: Case) -> Time:
@@ -34,43 +57,55 @@ def described(case: Case, time: Time) -> Floats:
 
 
 def peak_memory(case: Case) -> float:
-    """Peak bytes of the fullest rank, as the row says it was read: by the allocator, or by nvidia-smi."""
-    fused = case.model.kv_heads < case.model.heads or case.model.experts > 0 or case.precision in ("fp8", "fp4")
-    engine = FUSED if fused else HALF if case.precision == "fp16" else EAGER
-    counted = float(memory(case.model, case.choice, case.sequence, engine).total)
-    return counted + BESIDE * ("smi" in case.memory_kind)
+    """Peak bytes of the fullest rank, as the row says it was read: by the allocator, or by nvidia-smi. It ran, so it
+    fitted: scores that are far too many were not kept, and more than the device has was not held."""
+    engine, most = engine_of(case), case.cluster.device.memory
+
+    def counted(engine: Engine) -> float:
+        total = float(memory(case.model, case.choice, case.sequence, engine).total)
+        return total * (1 + KEPT) + BESIDE if "smi" in case.memory_kind else total
+
+    total = counted(engine)
+    return min(total if total <= 1.5 * most else counted(replace(engine, scores=0.0)), most)
 
 
 def predict(path: str | Path, what: str) -> Iterator[dict[str, Any]]:
     """One object a row, then the summary. what: 'runs' or 'memory', which says what is scored. Raises UserError."""
     errors, inside, rows, refused = [], [], 0, 0
-    for cells, case in read_table(path, "step_time_s_derived" if what == "runs" else "peak_mem_GB"):
+    for cells, case in read_table(path):
         rows += 1
-        found: dict[str, Any] = {"id": cells.get("id", "")}
-        if isinstance(case, Refused):
+        found = {"id": cells["id"], **_predicted(case)}
+        yield found
+        if isinstance(case, Refused) or found["refused"]:
             refused += 1
-            blank = dict.fromkeys(("predicted_step_s", "low", "high", "predicted_mem_GB"))
-            yield {**found, **blank, "refused": str(case)}
             continue
-        time = analytic(case)
-        corrected = shipped().predict(described(case, time)[None])
-        step, low, high = (float(time.total) * float(f[0]) for f in (corrected.factor, corrected.low, corrected.high))
-        gigabytes = peak_memory(case) / 1e9
-        yield {
-            **found,
-            "predicted_step_s": step,
-            "low": low,
-            "high": high,
-            "predicted_mem_GB": gigabytes,
-            "extrapolates": bool(corrected.far[0]),
-            "refused": None,
-        }
+        step, gigabytes = found["predicted_step_s"], found["predicted_mem_GB"]
         if what == "runs" and case.step_time is not None:
             errors.append(abs(step / case.step_time - 1))
-            inside.append(low <= case.step_time <= high)
+            inside.append(found["low"] <= case.step_time <= found["high"])
         if what == "memory" and case.memory_GB is not None:
             errors.append(abs(gigabytes / case.memory_GB - 1))
     yield {"summary": {"rows": rows, "refused": refused, **summary(errors, inside)}}
+
+
+def _predicted(case: Case | Refused) -> dict[str, Any]:
+    names = ("predicted_step_s", "low", "high", "predicted_mem_GB")
+    blank = dict.fromkeys((*names, "extrapolates"))
+    if isinstance(case, Refused):
+        return {**blank, "ignored": [], "refused": str(case)}
+    ignored = [f"{key} {text!r} is no such number" for key, text in case.ignored.items()]
+    try:
+        with np.errstate(all="ignore"):
+            time = analytic(case)
+            corrected = shipped().predict(described(case, time)[None])
+            figures = [float(time.total) * float(f[0]) for f in (corrected.factor, corrected.low, corrected.high)]
+            figures.append(peak_memory(case) / 1e9)
+    except (OverflowError, ZeroDivisionError):
+        figures = [np.inf]
+    if not (np.isfinite(figures).all() and min(figures) > 0):
+        return {**blank, "ignored": ignored, "refused": "the row's numbers together give no finite time or memory"}
+    far = bool(corrected.far[0])
+    return {**dict(zip(names, figures, strict=True)), "extrapolates": far, "ignored": ignored, "refused": None}
 
 
 def summary(errors: Sequence[float], inside: Sequence[bool] = ()) -> dict[str, Any]:

@@ -1,13 +1,16 @@
-"""Rows of a table of published runs (CSV): what each cell says, and an even-handed guess for each that is empty.
+"""Rows of a table of published runs (CSV): what each cell says, and an even-handed guess for each that is empty or says
+nothing that can be.
 
-Names of rows, sources and models are carried along, and nothing is read from them.
+Names of rows, sources and models are carried along. One thing is read from a model's: its size ("70B", "30B-A3B",
+"8x7B"), where no cell gives it.
 """
 
 import csv
+import io
 import math
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lanewise.errors import UserError
@@ -21,16 +24,49 @@ NAMED = {
     "1f1b": "1f1b", "1f1b-i": "interleaved", "gpipe": "gpipe", "zb-1p": "interleaved-zb", "zb-2p": "interleaved-zb",
     "zb-v": "zbv", "zbv": "zbv", "dualpipe": "dualpipev", "dualpipev": "dualpipev",
 }  # fmt: skip
-PRECISION = (("fp4", "fp4"), ("fp8", "fp8"), ("fp16", "fp16"), ("bf16", "bf16"), ("fp32", "fp32"))
+PRECISION = (
+    ("fp4", "fp4"), ("fp8", "fp8"), ("bfloat16", "bf16"), ("bf16", "bf16"), ("float16", "fp16"), ("fp16", "fp16"),
+    ("half", "fp16"), ("float32", "fp32"), ("fp32", "fp32"), ("tf32", "fp32"),
+)  # fmt: skip
+MOST = 2e6  # no size or count of a run is larger: devices, layers, widths, tokens of a sequence
 
 
 class Refused(ValueError):
     """Why nothing can be said of a row."""
 
 
+@dataclass
+class Cells:
+    """A row's cells. ignored: those that hold something else than a number that can be; they count as empty."""
+
+    cells: Mapping[str, str]
+    ignored: dict[str, str] = field(default_factory=dict)
+
+    def text(self, key: str) -> str:
+        return self.cells.get(key, "")
+
+    def number(self, key: str, default: float = math.nan, least: float = 0.0, most: float = MOST) -> float:
+        """What the cell says, or the default if that is nothing or cannot be."""
+        text = self.text(key)
+        if text.lower() in EMPTY:
+            return default
+        value = _number(text)
+        if value is None or not least <= value <= most:
+            self.ignored[key] = text
+            return default
+        return value
+
+    def whole(self, key: str, default: float) -> int:
+        return max(round(self.number(key, default, least=1.0)), 1)
+
+
+EMPTY = ("", "nan", "none", "null", "n/a", "na", "-", "?", "unknown")
+
+
 @dataclass(frozen=True)
 class Case:
-    """A row, completed. told: names of the cells that were not empty. step_time, memory_GB: measured, or None."""
+    """A row, completed. told: names of the cells that say something; ignored: what cannot be, by cell. step_time,
+    memory_GB: measured, or None."""
 
     id: str
     source: str
@@ -41,56 +77,63 @@ class Case:
     cluster: Cluster
     precision: str
     told: frozenset[str]
+    ignored: dict[str, str]
     step_time: float | None
     memory_GB: float | None
     memory_kind: str
 
 
-def read_table(path: str | Path, needs: str) -> Iterator[tuple[dict[str, str], Case | Refused]]:
-    """Each row with its case, or why there is none. needs: a column the table must have. Raises UserError."""
+def read_table(path: str | Path) -> Iterator[tuple[dict[str, str], Case | Refused]]:
+    """Each row with its case, or why there is none. Raises UserError."""
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        raw = Path(path).read_bytes()
+    except OSError as error:
         raise UserError(f"{path}: cannot read the table ({error}): name a CSV file") from None
-    rows = csv.DictReader(text.splitlines())
-    missing = [name for name in ("id", "gpu", "hidden", "n_layers", needs) if name not in (rows.fieldnames or ())]
-    if missing:
-        raise UserError(f"{path}: no column {missing[0]!r}: the columns are those of a table of published runs")
-    for row in rows:
-        cells = {key: (value or "").strip() for key, value in row.items() if isinstance(key, str)}
-        try:
-            yield cells, complete(cells)
-        except Refused as reason:
-            yield cells, reason
-        except UserError as error:
-            yield cells, Refused(str(error))
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        text = raw.decode("latin-1")
+    rows = csv.DictReader(io.StringIO(text, newline=""))
+    try:
+        names = [(name or "").strip() for name in rows.fieldnames or ()]
+        if "gpu" not in names:
+            raise UserError(f"{path}: no column 'gpu': the columns are those of a table of published runs")
+        rows.fieldnames = names
+        for number, row in enumerate(rows, 1):
+            cells = {key: value.strip() for key, value in row.items() if isinstance(key, str) and value is not None}
+            cells["id"] = cells.get("id") or f"row {number}"
+            yield cells, _case(cells)
+    except csv.Error as error:
+        raise UserError(f"{path}: line {rows.line_num} cannot be read ({error})") from None
 
 
-def complete(cells: dict[str, str]) -> Case:
+def _case(cells: dict[str, str]) -> Case | Refused:
+    try:
+        return complete(cells)
+    except Refused as reason:
+        return reason
+    except UserError as error:
+        return Refused(str(error))
+
+
+def complete(row: Mapping[str, str]) -> Case:
     """Raises Refused, or UserError on a device nobody knows."""
-    told = frozenset(key for key, value in cells.items() if value)
-
-    def number(key: str, default: float = math.nan) -> float:
-        return _number(cells.get(key, ""), key, default)
-
-    def whole(key: str, default: float) -> int:
-        value = number(key, default)
-        if not value >= 1:
-            raise Refused(f"{key} is {cells.get(key)!r}: it must be at least 1")
-        return round(value)
-
-    device = find_device(cells["gpu"])
+    cells = Cells(row)
+    number, whole = cells.number, cells.whole
+    if not cells.text("gpu"):
+        raise Refused("gpu is empty: nothing tells the device")
+    device = find_device(cells.text("gpu"))
     tp, pp, cp = whole("tp", 1), whole("pp", 1), whole("cp", 1)
     ranks = whole("n_gpus", max(number("dp", 1), 1) * tp * pp * cp)
     per_node = min(whole("gpus_per_node", min(device.domain, 8)), ranks)
     nodes = max(ranks // per_node, 1)
     cluster = cluster_of(device, nodes, per_node)
     sequence = whole("seq_len", 2048)
-    model = _model(number, whole, cells)
+    model = _model(cells)
     dp = number("dp")
     data = dp if dp >= 1 else max(ranks / (tp * pp * cp), 1)
     data = max(min(data, ranks / (tp * pp * cp)), 1) if ranks >= tp * pp * cp else data
-    batch = number("global_batch")
+    batch = number("global_batch", most=1e9)
     micro = number("micro_batch")
     if not batch > 0:
         count = 4.0 * pp if pp > 1 else 1.0
@@ -104,7 +147,6 @@ def complete(cells: dict[str, str]) -> Case:
     chunks = max(number("vpp_interleave", 1), 1) if pp > 1 else 1
     ep = whole("ep", 1) if model.experts else 1
     ep = min(ep, model.experts or 1)
-    checkpointing = cells.get("activation_ckpt", "").lower()
     choice = Choice(
         data=data,
         fsdp=data * cp if zero >= 3 else 1,
@@ -116,30 +158,39 @@ def complete(cells: dict[str, str]) -> Case:
         chunks=chunks,
         micro=micro,
         count=count,
-        recompute=RECOMPUTE.index(checkpointing) if checkpointing in RECOMPUTE else 0,
-        schedule=SCHEDULES.index(_schedule(cells.get("notes", ""), chunks)),
+        recompute=_recompute(cells.text("activation_ckpt").lower()),
+        schedule=SCHEDULES.index(_schedule(cells.text("notes"), chunks)),
         zero=min(zero, 2),
+        flight=2 * pp if "zb-2p" in cells.text("notes").lower() else 0,  # it buys its bubble with memory
     )
-    kind = cells.get("dtype", "").lower()
+    kind = cells.text("dtype").lower()
     precision = next(
         (name for key, name in PRECISION if key in kind), "fp16" if "bf16" not in device.matmul else "bf16"
     )
-    step = number("step_time_s_derived")
+    step = number("step_time_s_derived", most=1e9)
     memory = number("peak_mem_GB")
+    told = {key for key, value in row.items() if value.lower() not in EMPTY or value.lower() == "none"}
     return Case(
-        cells["id"],
-        cells.get("source", ""),
+        cells.text("id"),
+        cells.text("source"),
         model,
         choice,
         sequence,
         batch,
         cluster,
         precision,
-        told,
+        frozenset(told - set(cells.ignored)),
+        cells.ignored,
         step if step > 0 else None,
         memory if memory > 0 else None,
-        cells.get("mem_kind", ""),
+        cells.text("mem_kind"),
     )
+
+
+def _recompute(said: str) -> int:
+    if "select" in said:
+        return RECOMPUTE.index("selective")
+    return RECOMPUTE.index("full" if said in ("1", "true", "yes", "block", "uniform") or "full" in said else "none")
 
 
 def _schedule(notes: str, chunks: float) -> str:
@@ -147,37 +198,64 @@ def _schedule(notes: str, chunks: float) -> str:
     return NAMED.get(word[1].lower() if word else "", "interleaved" if chunks > 1 else "1f1b")
 
 
-def _number(text: str, key: str, default: float) -> float:
-    if not text or text.lower() in ("nan", "none", "n/a", "-", "?"):
-        return default
+def _number(text: str) -> float | None:
+    """`1,024`, `~8`, `4k` (1024 each) or `70B` (a cell in billions says 70); None: no number."""
+    match = re.fullmatch(r"[~<>=\u2248 ]*([\d.,]+(?:e[+-]?\d+)?) *([kb]?)", text.lower())
+    if match is None:
+        return None
     try:
-        value = float(text.replace(",", "").removeprefix("~"))
+        return float(match[1].replace(",", "")) * (1024 if match[2] == "k" else 1)
     except ValueError:
-        raise Refused(f"{key} is {text!r}, which is no number") from None
-    if math.isinf(value) or value < 0:
-        raise Refused(f"{key} is {text}: no such number can be")
-    return value
+        return None
 
 
-def _model(number: Callable[..., float], whole: Callable[[str, float], int], cells: dict[str, str]) -> Transformer:
+def size_in(name: str) -> tuple[float, float]:
+    """(billions of parameters, of those a token meets) that a model's name tells, or nan: `GPT-3 175B` (175, nan),
+    `OLMo-350M` (0.35, nan), `30B-A3B` (30, 3). `8x7B` shares what is outside the experts: 7 each are nearer to 6."""
+    size = r"(\d+(?:\.\d+)?)\s*([mbt])(?![a-z0-9])"
+    unit = {"m": 1e-3, "b": 1.0, "t": 1e3}
+    text = name.lower()
+    active = re.search(rf"(?<![a-z0-9])a{size}", text)
+    each = re.search(rf"(?<![\w.])(\d+)\s*x\s*{size}", text)
+    whole = re.search(rf"(?<![\w.]){size}", text)
+    if each is not None:
+        billions = int(each[1]) * float(each[2]) * unit[each[3]] * 0.85
+    else:
+        billions = float(whole[1]) * unit[whole[2]] if whole is not None else math.nan
+    return billions, float(active[1]) * unit[active[2]] if active is not None else math.nan
+
+
+def _width(billions: float, layers: float, heads: float, ffn: float) -> float:
+    """As models are usually proportioned: a block has about 12 width^2 parameters, a head 128 of the width, the
+    feed-forward four times it, and there are about width / 128 blocks."""
+    if heads > 0:
+        return 128 * heads
+    if ffn > 0:
+        return ffn / 4
+    if billions > 0:
+        return (billions * 1e9 / 12 / layers) ** 0.5 if layers > 0 else (billions * 1e9 * 128 / 12) ** (1 / 3)
+    if layers > 0:
+        return 128 * layers
+    raise Refused("no width, depth, heads or number of parameters, nor does a name tell one: nothing tells the size")
+
+
+def _model(cells: Cells) -> Transformer:
     """A decoder of the row's sizes. Sizes it does not give follow from the number of parameters, as models are usually
     proportioned; a gated feed-forward is told from a plain one by that number too."""
+    number, whole = cells.number, cells.whole
     billions, active = number("params_B"), number("active_params_B")
-    layers, hidden, vocab = number("n_layers"), number("hidden"), number("vocab", 50304)
-    routed = cells.get("is_moe") == "1" or number("n_experts", 0) > 1
+    layers, hidden, vocab = number("n_layers"), number("hidden", least=1), number("vocab", 50304, least=1)
+    routed = number("n_experts", 0) > 1 or cells.text("is_moe").lower() in ("1", "1.0", "true", "yes")
+    if not billions > 0 and not (hidden > 0 and layers > 0):
+        billions, met = size_in(cells.text("model_name"))
+        active = active if active > 0 else met
+        routed = routed or met > 0
     size = active if active > 0 else billions
     if not hidden > 0:
-        if not size > 0:
-            raise Refused("neither hidden nor a number of parameters is given: nothing tells the size of the model")
-        # a block has about 12 hidden^2 parameters, and there are about hidden / 128 of them
-        hidden = (
-            128 * max(round((size * 1e9 * 128 / 12) ** (1 / 3) / 128), 1)
-            if not layers > 0
-            else (128 * max(round((size * 1e9 / 12 / layers) ** 0.5 / 128), 1))
-        )
+        hidden = 128 * max(round(_width(size, layers, number("n_heads"), number("ffn_hidden")) / 128), 1)
     heads = whole("n_heads", max(round(hidden / 128), 1))
     kv_heads = whole("n_kv_heads", heads)
-    ffn = number("ffn_hidden")
+    ffn = number("ffn_hidden", least=1)
     if not ffn > 0:
         ffn = 4 * hidden
     experts, top_k = (whole("n_experts", 8), whole("top_k", 2)) if routed else (0, 0)

@@ -8,10 +8,11 @@ from lanewise.simulator.schedules import Action, Order
 
 
 class Event(NamedTuple):
-    """One action on a rank, in seconds from the start of the step. The same fields as a recorded event."""
+    """One action on a rank (F, B, I or W, as in `schedules`), in seconds from the start of the step. The same fields as
+    an event that a running pipeline records."""
 
     rank: int
-    kind: str
+    action: str
     stage: int
     microbatch: int
     start: float
@@ -83,8 +84,7 @@ def bubble(events: Sequence[Event]) -> float:
 
 
 def out_of_order(events: Sequence[Event], recorded: Sequence[Event]) -> list[str]:
-    """How the order of a recorded run differs from the simulated one, rank by rank; empty: it is the same. What a V
-    schedule does at once (a forward beside a backward) may be recorded either way round."""
+    """How the order of a recorded run differs from the simulated one, rank by rank; empty: it is the same."""
     found = []
     for rank in sorted({event.rank for event in events}):
         ours, theirs = (

@@ -32,10 +32,10 @@ def svg(events: Sequence[Event], title: str) -> str:
         x, y = LEFT + event.start * scale, TOP + ROW * event.rank
         width = max((event.end - event.start) * scale, 0.3)
         fade = 1 - 0.45 * mine[event.rank].index(event.stage) / max(len(mine[event.rank]), 1)
-        what = f"{NAMES[event.kind]}, stage {event.stage}, microbatch {event.microbatch}"
+        what = f"{NAMES[event.action]}, stage {event.stage}, microbatch {event.microbatch}"
         what += f": {event.start:.6g} to {event.end:.6g} s"
         parts.append(
-            f'<rect x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{ROW - 3}" fill="{COLOURS[event.kind]}" '
+            f'<rect x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{ROW - 3}" fill="{COLOURS[event.action]}" '
             f'fill-opacity="{fade:.2f}" stroke="white" stroke-width="0.5"><title>{what}</title></rect>'
         )
         if width > 9:
@@ -43,7 +43,7 @@ def svg(events: Sequence[Event], title: str) -> str:
                 f'<text x="{x + width / 2:.2f}" y="{y + 16:.1f}" text-anchor="middle" fill="white" '
                 f'pointer-events="none">{event.microbatch}</text>'
             )
-    for place, kind in enumerate(sorted({event.kind for event in events}, key="FBIW".index)):
+    for place, kind in enumerate(sorted({event.action for event in events}, key="FBIW".index)):
         x, y = LEFT + 190 * place, TOP + ROW * ranks + 12
         parts.append(f'<rect x="{x:.0f}" y="{y:.0f}" width="12" height="12" fill="{COLOURS[kind]}"/>')
         parts.append(f'<text x="{x + 17:.0f}" y="{y + 10:.0f}">{NAMES[kind]}</text>')
@@ -58,8 +58,8 @@ def chrome_trace(events: Sequence[Event]) -> str:
     ]
     made += [
         {
-            "name": f"{event.kind}{event.microbatch}",
-            "cat": NAMES[event.kind],
+            "name": f"{event.action}{event.microbatch}",
+            "cat": NAMES[event.action],
             "ph": "X",
             "pid": event.rank,
             "tid": 0,

@@ -8,7 +8,7 @@ import numpy as np
 from lanewise.config import Run
 from lanewise.errors import UserError
 from lanewise.parallel.layout import Layout
-from lanewise.parallel.stages import stages
+from lanewise.parallel.stages import recomputes, stages
 from lanewise.planner.choice import SCHEDULES
 from lanewise.planner.machine import Where
 from lanewise.planner.report import numbers, waterfall
@@ -112,7 +112,15 @@ def _pipeline(space: Space, plan: Plan, schedule: str, chunks: int) -> list[Even
     weigh = [len(layers) * ranks / space.model.layers for layers in cut]
     head = micro["head"] * ranks  # all of it is in the last stage
     f = [forward * share for share in weigh]
-    i = [backward * share / 2 for share in weigh]
-    w = list(i)
-    f[-1], i[-1], w[-1] = f[-1] + head / 3, i[-1] + head / 3, w[-1] + head / 3
-    return simulate(order(schedule, ranks, plan.count, chunks), Durations(f, i, w, space.cluster.latency[1]))
+    whole = [backward * share for share in weigh]
+    f[-1], whole[-1] = f[-1] + head / 3, whole[-1] + head * 2 / 3
+    settings, train = space.run.layout, space.run.train
+    splits = [not (recomputes(settings, s) or train.compile or plan.layout.fsdp > 1) for s in range(count)]
+    # a backward that does not split is all in its first half; the first stage's has no input to go down to
+    i = [whole[s] * (0.0 if s == 0 else 0.5) if splits[s] else whole[s] for s in range(count)]
+    w = [all_of_it - first_half for all_of_it, first_half in zip(whole, i, strict=True)]
+    orders = [
+        [a for a in actions if a.kind != "W" or splits[a.stage]]
+        for actions in order(schedule, ranks, plan.count, chunks)
+    ]
+    return simulate(orders, Durations(f, i, w, space.cluster.latency[1]))
