@@ -17,7 +17,7 @@ from lanewise.checkpoint.manifest import Manifest
 from lanewise.checkpoint.store import Checkpoints, Found
 from lanewise.data.dataset import Dataset
 from lanewise.data.live import Live, is_stream
-from lanewise.data.stages import Feed, WriteBack
+from lanewise.data.stages import Feed
 from lanewise.data.tokenizer import load
 from lanewise.elastic.status import Board, Status
 from lanewise.elastic.world import World
@@ -29,6 +29,7 @@ from lanewise.lanes.vote import Verdict
 from lanewise.livedata import LiveData
 from lanewise.observe.display import make_display
 from lanewise.observe.records import Events, JsonLines, cut_after, plain
+from lanewise.observe.slots import SlotRecords
 from lanewise.origin import check_origin, what_it_holds
 from lanewise.parallel.build import build_part
 from lanewise.parallel.layout import Layout
@@ -89,7 +90,6 @@ class Trainer:
         self.mesh = Mesh(world, Layout.parse(self.run.layout.axes), turns_back(self.run.layout))
         self.replica = Replica(self.run, build_part(self.run, self.mesh), self.mesh)
         self.feed = Feed(self.dataset, self.replica.reducer.mine, self.run.data, self.run.batch)
-        self.write_back = WriteBack()
         self.progress = Progress()
         self.saved = -1  # step of the newest checkpoint
         self.events = Events(job.out / "events.jsonl" if self.prints else None, self.display.note)
@@ -199,13 +199,10 @@ class Trainer:
         """Steps after the one resumed from are written again; their old lines go."""
         if not self.prints:
             return
-        for name in ("metrics.jsonl", "samples.jsonl", "losses.jsonl"):
-            cut_after(self.job.out / name, self.progress.step)
-        complain = self.events.cannot_write
-        self.metrics = JsonLines(self.job.out / "metrics.jsonl", complain)
-        data = self.run.data
-        self.samples = JsonLines(self.job.out / "samples.jsonl", complain) if data.record_samples else None
-        self.losses = JsonLines(self.job.out / "losses.jsonl", complain) if data.record_losses else None
+        out, step, complain = self.job.out, self.progress.step, self.events.cannot_write
+        cut_after(out / "metrics.jsonl", step)
+        self.metrics = JsonLines(out / "metrics.jsonl", complain)
+        self.slots = SlotRecords(out, self.run.data, self.run.batch, self.dataset.samples, step, complain)
 
     def _record(self, verdict: Verdict, lr: float, seconds: float) -> None:
         seconds_by_phase = {f"{phase}_s": round(spent, 6) for phase, spent in self.status.lap().items()}
@@ -233,17 +230,7 @@ class Trainer:
         )
         self.metrics.write(record)
         self.display.step(record)
-        if self.samples is not None or self.losses is not None:
-            self.write_back(self._write_slots, self.progress.step, losses)
-
-    def _write_slots(self, step: int, losses: list[list[float]] | None) -> None:
-        for lane in range(self.run.batch.lanes):
-            for k in range(self.run.batch.microbatches):
-                slot = {"step": step, "lane": lane, "k": k, "samples": self.dataset.samples(step, lane, k)}
-                if self.samples is not None:
-                    self.samples.write(slot)
-                if self.losses is not None and losses is not None:
-                    self.losses.write({**slot, "loss": losses[lane][k]})
+        self.slots.write(self.progress.step, losses)
 
     def _evaluate(self) -> None:
         size, limit = self.run.batch.size, self.run.eval.sequences
@@ -279,7 +266,8 @@ class Trainer:
         if self.saved == self.progress.step:
             return
         self.status.enter("checkpoint")
-        self.write_back.drain()  # a checkpoint's steps have all their lines
+        if self.prints:
+            self.slots.drain()  # a checkpoint's steps have all their lines
         meta = {
             "progress": asdict(self.progress),
             "run": config.dump(self.run),
