@@ -90,3 +90,8 @@ def test_what_is_missing_or_misplaced_has_a_remedy():
 def test_any_text_survives_the_written_run_file():
     run = config.load(None, []).model_copy(update={"data": config.Data(source='\x01\x1f\x7f"\\\t\n é')})
     assert config.parse(config.dump(run)) == run
+
+
+@pytest.mark.parametrize("override", ["train.epochs=inf", "layout.bucket_mb=inf", "optimizer.lr=nan"])
+def test_numbers_are_finite(override):
+    assert "finite" in refuses(override)

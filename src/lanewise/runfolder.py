@@ -17,7 +17,8 @@ def open_run(run: Run, out: Path, resume: str, data: Path) -> BinaryIO:
     resume: 'auto' goes on with the run in `out` if it is the same; 'never' wants an empty folder; else the path of a
     checkpoint or run to start a new folder from.
     Returns a lock on the folder, held until it is closed or this process ends: no two runs write into one folder.
-    Raises UserError if `out` holds another run (naming the first keys that differ) or cannot be written.
+    Raises UserError if `out` holds another run (naming the first keys that differ) or cannot be written. What was
+    refused before its first step, and so has neither metrics nor checkpoints, is no run yet.
     """
     file = out / "run.toml"
     try:
@@ -26,7 +27,7 @@ def open_run(run: Run, out: Path, resume: str, data: Path) -> BinaryIO:
                 raise UserError(f"{out} holds checkpoints but no run.toml: choose another --out, or restore the file")
             out.mkdir(parents=True, exist_ok=True)
         lock = _lock(out)
-        if file.exists():
+        if file.exists() and ((out / "metrics.jsonl").exists() or (out / "checkpoints").exists()):
             _same(file, run, out, resume)
         for name in TOKENIZER:
             _write(out / name, (data / name).read_bytes())

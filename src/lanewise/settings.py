@@ -13,7 +13,7 @@ def free(default: Any, description: str, **limits: Any) -> Any:
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 def nearest(word: str, known: Sequence[str] | dict[str, Any]) -> str:

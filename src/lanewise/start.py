@@ -1,6 +1,7 @@
 """From the words of `lanewise train` to running workers: settings, layout, data, the run's folder, the launch."""
 
 import argparse
+import json
 import os
 import sys
 from pathlib import Path
@@ -29,7 +30,7 @@ def train(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace, place: environment.Place | None) -> int:
-    layout = [] if arguments.layout is None else [f'layout.axes="{arguments.layout}"']
+    layout = [] if arguments.layout is None else [f"layout.axes={json.dumps(arguments.layout)}"]
     settings = config.load_words([*arguments.words, *layout])
     if arguments.show_config:
         sys.stdout.write(config.dump(settings))

@@ -1,4 +1,4 @@
-"""The mask: right rate, and no relation between elements, layers and keys (faults.md A14)."""
+"""The mask: right rate, and no relation between elements, layers and keys (A14)."""
 
 import pytest
 import torch

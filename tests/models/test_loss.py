@@ -53,7 +53,7 @@ def test_only_one_side_needs_a_gradient():
 
 @pytest.mark.parametrize("tokens", [(2, 5), (2, 0)], ids=["all ignored", "empty"])
 def test_nothing_to_predict(tokens):
-    """faults.md N4, P3: adds 0 to the sum and a zero gradient, not NaN."""
+    """N4, P3: adds 0 to the sum and a zero gradient, not NaN."""
     x, w, _ = inputs(torch.float32, tokens=(3, 17))
     x = x[:2, : tokens[1]].detach().requires_grad_()
     total = cross_entropy_sum(x, w, torch.full(tokens, -100))
@@ -93,7 +93,7 @@ def test_bf16_inputs_are_summed_in_fp32():
 @pytest.mark.usefixtures("_rows")
 @pytest.mark.parametrize("objective", [Objective(0.2), Objective(z=0.01), Objective(0.2, 0.01)])
 def test_label_smoothing_and_z_loss(objective):
-    """faults.md A11, in one process: against torch's smoothing and the formula; what is displayed stays as it is."""
+    """A11, in one process: against torch's smoothing and the formula; what is displayed stays as it is."""
     x, w, labels = inputs()
     logits, flat = (x @ w.T).flatten(0, 1), labels.flatten()
     expected = F.cross_entropy(logits, flat, reduction="sum", label_smoothing=objective.smoothing)

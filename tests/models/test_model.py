@@ -53,7 +53,7 @@ def raw(request):
 
 
 def test_sequences_add_up(raw):
-    """A microbatch is the sum of its sequences, however many of their labels count (the ground of faults.md N1-N5)."""
+    """A microbatch is the sum of its sequences, however many of their labels count (the ground of N1-N5)."""
     model = make(raw, torch.float64)
     tokens, labels = data()
     labels[0, 5:] = labels[1, ::2] = -100
@@ -78,7 +78,7 @@ def test_padding_does_not_matter(raw):
 
 
 def test_all_labels_ignored(raw):
-    """faults.md N4 and A13: a loss of 0, and a zero gradient for every parameter rather than none."""
+    """N4 and A13: a loss of 0, and a zero gradient for every parameter rather than none."""
     model = make(raw)
     tokens, labels = data()
     out = model(tokens, torch.full_like(labels, -100))
@@ -145,7 +145,7 @@ def test_dropout_follows_key_and_mode(raw):
 
 
 def test_recompute_changes_nothing(raw):
-    """faults.md A14: blocks run again in the backward draw the same masks; counts are those of one forward."""
+    """A14: blocks run again in the backward draw the same masks; counts are those of one forward."""
     model = make(raw | {"dropout": 0.3})
     tokens, labels = data()
     key = torch.tensor(77)

@@ -86,7 +86,7 @@ def test_output_and_every_gradient(overrides):
 
 
 def test_an_expert_without_tokens_gets_a_zero_gradient():
-    """faults.md A13: it takes part in every sum over replicas like any other."""
+    """A13: it takes part in every sum over replicas like any other."""
     layer = moe(experts_per_token=1, expert_groups=1, groups_per_token=1)
     layer.router.expert_bias[2:] = -10.0
     x = torch.randn(1, 20, 16, dtype=torch.float64)
@@ -154,7 +154,7 @@ def test_counts_are_exact_and_of_valid_tokens():
 
 
 def test_bias_moves_towards_the_mean_in_every_layer():
-    """faults.md A15: multi-token prediction's layer included; a load equal to the mean stays."""
+    """A15: multi-token prediction's layer included; a load equal to the mean stays."""
     model = build(load_model(SMALL | {"experts": 4, "expert_groups": 1, "groups_per_token": 1, "bias_speed": 0.25}))
     fill(model, 0)
     model.balance(torch.tensor([[5, 1, 3, 3], [0, 0, 0, 12], [2**40, 2**40, 2**40 - 1, 2**40 + 1]]))

@@ -1,4 +1,4 @@
-"""Several documents in a row: the sums of a row for each (faults.md D5)."""
+"""Several documents in a row: the sums of a row for each (D5)."""
 
 import pytest
 import torch

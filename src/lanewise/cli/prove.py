@@ -1,8 +1,12 @@
 """Check a layout against one process: loss, every gradient, the norm, weights after three steps, evaluation, state."""
 
 import argparse
+from typing import TYPE_CHECKING
 
 from lanewise.errors import UserError
+
+if TYPE_CHECKING:
+    from lanewise.parallel.layout import Layout
 
 EXAMPLE = """examples:
   lanewise prove --layout tp2                      the default model, shrunk
@@ -32,9 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _prove_own(arguments)
     settings = config.load_words(arguments.words)
     layout = Layout.parse(settings.layout.axes if arguments.layout is None else arguments.layout)
-    workers = arguments.workers if arguments.workers is not None else layout.size
-    if workers < 1:
-        raise UserError(f"--workers {workers}: at least one worker is needed")
+    workers = _workers(arguments, layout)
     if not arguments.full:
         settings = shrink(settings, layout, max(1, workers // layout.size))
     elif settings.model.vocab_size == 0:
@@ -46,6 +48,13 @@ def run(arguments: argparse.Namespace) -> int:
     return launcher.launch(Proof(provable(settings), layout, arguments.json), workers)
 
 
+def _workers(arguments: argparse.Namespace, layout: "Layout") -> int:
+    workers: int = layout.size if arguments.workers is None else arguments.workers
+    if workers < 1:
+        raise UserError(f"--workers {workers}: at least one worker is needed")
+    return workers
+
+
 def _prove_own(arguments: argparse.Namespace) -> int:
     from lanewise import config
     from lanewise.elastic import launcher
@@ -54,7 +63,7 @@ def _prove_own(arguments: argparse.Namespace) -> int:
     if arguments.words:
         raise UserError(f"prove --module takes no run file: leave {arguments.words[0]!r} out")
     layout = Layout.parse(arguments.layout or "")
-    workers = arguments.workers if arguments.workers is not None else layout.size
+    workers = _workers(arguments, layout)
     layout.replicas(workers)
     launcher.warm_up()
     from lanewise.parallel.own.prove import OwnProof

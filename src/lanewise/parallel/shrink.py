@@ -1,5 +1,6 @@
 """The same model, small: every structure that a layout can get wrong stays, the sizes that only cost time go."""
 
+import re
 from typing import Any
 
 from lanewise.config import DeepSeekModel, Run
@@ -13,7 +14,8 @@ WIDTH = 64
 def shrink(run: Run, layout: Layout, replicas: int = 1) -> Run:
     """Heads, groups, biases, ties, extra prediction depths and dropout are kept; so is whether sizes divide by tp.
 
-    Layers, widths, experts, vocabulary, sequence, batch and lanes are cut down to what the layout needs.
+    Layers, widths, experts, vocabulary, sequence, batch and lanes are cut down to what the layout needs; patterns of
+    `train.freeze` that name a layer which is gone go with it.
     """
     model = run.model
     count = layout.pp * chunks(run.layout)
@@ -38,7 +40,10 @@ def shrink(run: Run, layout: Layout, replicas: int = 1) -> Run:
         }
     )
     cut = run.layout.model_copy(update={"stages": stages})
-    return run.model_copy(update={"model": _checked(model, sizes), "batch": batch, "layout": cut})
+    named = ((pattern, re.match(r"layers\.(\d+)\.", pattern)) for pattern in run.train.freeze)
+    freeze = tuple(pattern for pattern, layer in named if layer is None or int(layer[1]) < sizes["layers"])
+    train = run.train.model_copy(update={"freeze": freeze})
+    return run.model_copy(update={"model": _checked(model, sizes), "batch": batch, "layout": cut, "train": train})
 
 
 def provable(settings: Run) -> Run:
