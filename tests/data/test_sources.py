@@ -113,6 +113,11 @@ def test_nothing_there(tmp_path, built):
     fails(built, "/dev/null", "not a regular file")
 
 
+def test_text_on_a_store_is_refused_with_the_way_to_go():
+    with pytest.raises(UserError, match=r"no shard set at ftp://host/texts, and only those.*--out ftp://host/texts"):
+        sources.find("ftp://host/texts")
+
+
 def test_wrong_column_lists_the_columns(tmp_path, built):
     rows = write_lines(tmp_path / "rows.jsonl", [{"text": "fine"}, {"body": "b", "id": 1}])
     fails(built, rows, "rows.jsonl, line 2 (at byte 17)", "no column 'text'", "data.text_field", "body, id")

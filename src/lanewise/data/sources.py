@@ -59,6 +59,11 @@ def find(source: str) -> list[File]:
     elif source and os.path.lexists(path):
         files = [file] if (file := entry(path, path.name)) else []
         nothing = f"data.source: {source} is not a regular file; name a file, folder or glob"
+    elif "://" in source:
+        raise UserError(
+            f"data.source: there is no shard set at {source}, and only those are read from a store: "
+            f"fetch the files, and `lanewise data build FOLDER --out {source}` (kafka:// and grow: are for training)"
+        )
     elif glob.has_magic(source):
         fixed = Path(*path.parts[: next(i for i, part in enumerate(path.parts) if glob.has_magic(part))])
         found = [Path(p) for p in set(glob.glob(str(path), recursive=True))]
