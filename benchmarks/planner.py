@@ -197,34 +197,36 @@ SPREAD = [  # layout, workers, lanes
 ]
 
 
-def local(spread: bool) -> None:
+def local(spread: bool, most: int | None, cache: str) -> None:
     """One process, timed by its own seconds of a core; several, by the clock, as `lanewise train` does them."""
     from lanewise.planner import probe  # imports torch
 
-    probed = machine.read_probe("~/.cache/lanewise")
+    probed = machine.read_probe(cache)
     cluster, rates = machine.local(probed, 1)
     print(f"\n{'step time of this machine':44}{'runs':>6}{'median':>9}{'p90':>9}{'worst':>9}")
     errors: dict[str, list[float]] = {"none": [], "full": []}
-    for layers, hidden, ffn, sequences, length, recompute in ALONE:
+    for layers, hidden, ffn, sequences, length, recompute in ALONE[:most]:
         run = probe.small_run(("tiny-dense", layers, hidden, ffn, sequences, length), recompute=recompute)
         off = probe.predict_alone(run, cluster, rates) / probe.measure_step(run) - 1
         errors[recompute].append(abs(off))
         print(f"  {layers} layers of {hidden}, {ffn}, {sequences} x {length}, recompute {recompute}: {off:+.1%}")
     for recompute, found in errors.items():
-        line(f"one process, recompute {recompute}", found)
+        if found:
+            line(f"one process, recompute {recompute}", found)
     line("one process, all", [*errors["none"], *errors["full"]])
     if spread:
-        line(
-            "two processes, axes and lanes", [abs(predict / measured - 1) for predict, measured in map(_spread, SPREAD)]
-        )
+        found = [predict / measured - 1 for predict, measured in (_spread(case, cache) for case in SPREAD[:most])]
+        for case, off in zip(SPREAD, found, strict=False):
+            print(f"  layout {case[0] or '-'}, {case[1]} workers, {case[2]} lanes: {off:+.1%}")
+        line("two processes, axes and lanes", np.abs(found))
 
 
-def _spread(case: tuple[str, int, int]) -> tuple[float, float]:
+def _spread(case: tuple[str, int, int], cache: str) -> tuple[float, float]:
     """(predicted, measured) seconds of a step of a layout."""
     layout, workers, lanes = case
     words = [
         "model.preset=tiny-dense", "model.hidden=256", "train.steps=8", "eval.every=0", f"batch.lanes={lanes}",
-        f'layout.axes="{layout}"',
+        f'layout.axes="{layout}"', f"data.cache={cache}",
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "lanewise.cli.main", "train", *words]
@@ -242,9 +244,11 @@ def main() -> None:
     parser.add_argument("--fit", action="store_true", help="fit constants and correction, and write them")
     parser.add_argument("--local", action="store_true", help="score predictions for this machine on runs of it")
     parser.add_argument("--spread", action="store_true", help="with --local: runs of two processes too")
+    parser.add_argument("--most", type=int, help="with --local: only so many runs of each kind")
+    parser.add_argument("--cache", default="~/.cache/lanewise", help="where `lanewise probe` stored its measurements")
     arguments = parser.parse_args()
     if arguments.local:
-        local(arguments.spread)
+        local(arguments.spread, arguments.most, arguments.cache)
     if arguments.tables is not None:
         if arguments.fit:
             fit(arguments.tables)

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,11 +45,12 @@ def _run(arguments: argparse.Namespace, place: environment.Place | None) -> int:
     if workers < 1:
         raise UserError(f"--workers {workers}: at least one worker is needed")
     planned = settings.layout.axes == "auto"
-    if planned:
-        settings = _planned(settings, workers, arguments)
-    check(Layout.parse(settings.layout.axes), settings, workers)
+    if not planned:
+        check(Layout.parse(settings.layout.axes), settings, workers)
     launcher.warm_up()
     job = _prepare(settings, arguments)
+    if planned:  # now that the vocabulary is known
+        job = replace(job, run=_planned(job.run, workers, arguments))
     with open_run(job.run, job.out, job.resume, job.data):
         code = launcher.launch(job, workers)
     if code in (EXIT_DONE, EXIT_RESUMABLE):

@@ -29,11 +29,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     overrides = [word for word in arguments.words if word.startswith("data.") and "=" in word]
     names = [word for word in arguments.words if word not in overrides]
-    if arguments.action == "build":
-        return _build(arguments, names, overrides)
-    if len(names) != 1 or overrides:
-        raise UserError(f"data {arguments.action}: name one shard set")
-    return _show(arguments, names[0]) if arguments.action == "show" else _verify(arguments, names[0])
+    try:
+        if arguments.action == "build":
+            return _build(arguments, names, overrides)
+        if len(names) != 1 or overrides:
+            raise UserError(f"data {arguments.action}: name one shard set")
+        return _show(arguments, names[0]) if arguments.action == "show" else _verify(arguments, names[0])
+    except OSError as error:
+        where = error.filename or arguments.out or names[0]
+        raise UserError(f"{where}: {error.strerror or error}: name a folder that can be used") from None
 
 
 def _build(arguments: argparse.Namespace, names: list[str], overrides: list[str]) -> int:

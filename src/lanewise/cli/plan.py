@@ -29,8 +29,11 @@ def run(arguments: argparse.Namespace) -> int:
     from lanewise.errors import UserError
     from lanewise.parallel.layout import Layout
     from lanewise.planner import explain, report, search
+    from lanewise.planner.files import write
     from lanewise.planner.machine import place
 
+    if arguments.out is not None and arguments.out.exists():
+        raise UserError(f"{arguments.out} exists: name a new file with --out, or remove it")
     settings = config.load_words(arguments.words)
     vocab = settings.model.vocab_size or settings.data.vocab_size
     space = search.explore(settings, place(arguments.cluster, arguments.workers, settings), vocab)
@@ -42,8 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     why += explain.lanes(space, first)
     why += [_stands(search.best_of(space, Layout.parse(text)), text, space, plans) for text in arguments.rank]
     if arguments.out is not None:
-        chosen = report.chosen(settings, first)
-        arguments.out.write_text(config.dump(chosen), encoding="utf-8")
+        write(arguments.out, config.dump(report.chosen(settings, first)))
     if arguments.json:
         shown = [report.numbers(space, plan) for plan in plans[: arguments.top]]
         print(

@@ -33,6 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.runs is not None or arguments.memory is not None:
         return _table(arguments)
     from lanewise import config
+    from lanewise.planner.files import write
     from lanewise.planner.machine import place
     from lanewise.simulator.run import simulate_run
 
@@ -41,9 +42,9 @@ def run(arguments: argparse.Namespace) -> int:
     where = place(arguments.cluster, arguments.workers, settings)
     found = simulate_run(settings, where, arguments.schedule, arguments.chunks, arguments.days, arguments.seed)
     if arguments.picture is not None:
-        arguments.picture.write_text(found.svg(), encoding="utf-8")
+        write(arguments.picture, found.svg())
     if arguments.trace is not None:
-        arguments.trace.write_text(found.trace(), encoding="utf-8")
+        write(arguments.trace, found.trace())
     print(json.dumps(found.numbers()) if arguments.json else found.text())
     return 0
 
