@@ -102,6 +102,8 @@ class Dataset:
         empty = [name for name, _, _ in self.data.parts if not len(self.sources.get(name, ()))]
         if len(empty) == len(self.data.parts):
             raise UserError("data.source: there is no training text; add some")
+        if self.data.held_out and not any(len(windows) for windows in self.held_outs.values()):
+            notes.append("the data holds nothing out, so there is no held-out loss (a set is built with data.held_out)")
         return [*notes, *(f"{name} holds no training text: it is left out" for name in empty)]
 
     @property

@@ -45,10 +45,25 @@ def prepare(data: config.Data, progress: Callable[[str], None] = lambda message:
         words = live.words_of(data)
         return _place(data, live.describe(data, words), words)
     if data.mix or corpus.holds_tokens(data.source):
+        _check_used(data)
         return _mixture(data, progress)
     if data.dedup != "none":
         raise UserError("data.dedup: only `lanewise data build` looks for duplicates: build a set, and train on that")
     return _kept(data, [data.source], "tokens", build.write, progress)
+
+
+# What says how text becomes tokens, and means nothing to data that is tokens already.
+OF_TEXT = ("min_chars", "filter")
+
+
+def _check_used(data: config.Data) -> None:
+    """A setting that would do nothing is refused."""
+    fields = config.Data.model_fields
+    if data.dedup == "none" and any(not corpus.holds_tokens(source) for _, source, _ in data.parts):
+        return
+    for key in (*OF_TEXT, "dedup"):
+        if getattr(data, key) != fields[key].default:
+            raise UserError(f"data.{key}: is for making tokens of text: give it to `lanewise data build`")
 
 
 def _mixture(data: config.Data, progress: Callable[[str], None]) -> Path:
@@ -93,7 +108,11 @@ def _shared_tokenizer(data: config.Data, texts: list[str], progress: Callable[[s
     words = asked or next(iter(owned.values()))
     for source, its_words in owned.items():
         if its_words.inner.to_str() != words.inner.to_str():
-            remedy = "leave data.tokenizer out" if asked else "build one of the sets again with --like the other"
+            remedy = (
+                "leave data.tokenizer out"
+                if asked
+                else "build one of the sets again with data.tokenizer=OTHER_SET/tokenizer.json"
+            )
             raise UserError(f"{source} was built with another tokenizer: {remedy}")
     return words
 
