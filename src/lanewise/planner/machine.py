@@ -75,7 +75,8 @@ def local(probed: dict[str, Any], workers: int) -> tuple[Cluster, Rates]:
         probed["watts_per_core"],
         "lanewise probe",
     )
-    latency = (probed["latency"] * share, probed["latency"] * share)
+    # what was measured is a whole collective of two ranks; `cost.ring` counts a quarter of the first number for it
+    latency = (4 * probed["latency"] * share, probed["latency"] * share)
     cluster = Cluster(device, 1, workers, device.link, device.inter, latency)
     return cluster, Rates(**probed["rates"])
 
