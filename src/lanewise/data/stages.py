@@ -11,7 +11,6 @@ has threads, and must not fork).
 
 import itertools
 import multiprocessing
-import signal
 import threading
 import time
 from collections import deque
@@ -249,10 +248,8 @@ _function: Any = None
 
 
 def _begin(function: str) -> None:
-    """Once in each process. Who stops the run is no matter of these; they go when the trainer goes."""
+    """Once in each process."""
     global _function  # noqa: PLW0603 - what a process of the pool is
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
     leave_with_parent()
     _function = named(function, "data.transform")
 
