@@ -164,18 +164,18 @@ class _Build:
         return dict(enumerate(duplicates(found)))
 
     def _follow(self, waiting: dict["Future[int]", int], done: int) -> None:
-        for finished in as_completed(waiting):
-            try:
+        try:
+            for finished in as_completed(waiting):
                 self.tokens += finished.result()
-            except BaseException:
-                for future in waiting:
-                    future.cancel()
-                raise
-            done += 1
-            if time.monotonic() > self.told + 5 or done == len(self.tasks):
-                self.told = time.monotonic()
-                rate = self.tokens / (self.told - self.started)
-                self.say(f"{done} of {len(self.tasks)} tasks, {self.tokens:,} tokens, {rate:,.0f} tokens/s")
+                done += 1
+                if time.monotonic() > self.told + 5 or done == len(self.tasks):
+                    self.told = time.monotonic()
+                    rate = self.tokens / (self.told - self.started)
+                    self.say(f"{done} of {len(self.tasks)} tasks, {self.tokens:,} tokens, {rate:,.0f} tokens/s")
+        except BaseException:  # Ctrl-C too: tasks under way are finished, and count when the build goes on
+            for future in waiting:
+                future.cancel()
+            raise
 
 
 _encoding: Encoding
