@@ -133,7 +133,8 @@ class _Build:
         self, data: config.Data, words: tokenizer.Tokenizer, out: str, tasks: list[list[Extract]], say: Say
     ) -> None:
         self.data, self.out, self.tasks, self.say = data, out, tasks, say
-        self.setup = (data, (words.inner.to_str(), words.end_text, words.begin_text, words.chat_template), out)
+        names = (words.inner.to_str(), words.end_text, words.begin_text, words.chat_template)
+        self.setup = (data, names, out, dict(os.environ))
 
     def run(self, workers: int) -> list[dict[str, Any]]:
         """The results of all tasks, in order."""
@@ -182,8 +183,9 @@ _encoding: Encoding
 _out: Store
 
 
-def _begin(data: config.Data, words: tuple[str, str, str, str], out: str) -> None:
-    """Once in each process of the build."""
+def _begin(data: config.Data, words: tuple[str, str, str, str], out: str, environment: dict[str, str]) -> None:
+    """Once in each process of the build. What forks them may have started in another environment."""
+    os.environ.update(environment)
     global _encoding, _out  # noqa: PLW0603 - what a process of the pool is
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core
     leave_with_parent()

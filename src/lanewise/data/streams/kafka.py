@@ -16,7 +16,7 @@ from lanewise.data.streams.stream import Batch, Source
 from lanewise.errors import UserError
 
 T = TypeVar("T")
-QUIET = 0.2  # seconds without a message after which what was there has come
+QUIET = 0.6  # seconds without a message after which what was there has come
 AT_ONCE = 1000  # messages asked for together
 MOST = 100  # segments before the list is written, about
 CALL = 5.0  # seconds for one question to the broker
