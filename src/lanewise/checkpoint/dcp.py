@@ -42,8 +42,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.utils.serialization import config as serialization
 
-from lanewise.checkpoint.manifest import NAME, FileRecord, Manifest, hidden_name, sync_folder
+from lanewise.checkpoint.manifest import NAME, FileRecord, Manifest, hidden_name
 from lanewise.checkpoint.pieces import Piece, State
+from lanewise.data.stores.atomic import sync
 from lanewise.errors import UserError
 
 # One process without a process group is a normal case here, not an oversight.
@@ -181,12 +182,12 @@ class Writer(FileSystemWriter):
             file.write(manifest.dump())
             file.flush()
             os.fsync(file.fileno())
-        sync_folder(self.temporary)
+        sync(self.temporary)
         if self.final.exists():  # only if it did not verify (see store)
             self.final.rename(hidden_name(self.final))
         self.temporary.rename(self.final)
         try:
-            sync_folder(self.final.parent)
+            sync(self.final.parent)
         except OSError:
             self.final.rename(self.temporary)  # a failed save publishes nothing
             raise

@@ -28,6 +28,7 @@ from lanewise.checkpoint.pieces import Entry, Piece
 from lanewise.checkpoint.stored import Stored
 from lanewise.config import DeepSeekModel, DenseModel
 from lanewise.data import tokenizer
+from lanewise.data.stores.atomic import sync
 from lanewise.errors import UserError
 from lanewise.models.build import build
 from lanewise.models.names import hugging_face
@@ -96,7 +97,7 @@ def published(out: Path) -> Iterator[Path]:
     try:
         temporary.mkdir(parents=True)
         yield temporary
-        manifest.sync_folder(temporary)
+        sync(temporary)
         temporary.rename(out)
     except OSError as error:
         raise UserError(f"{out}: cannot be written ({error.strerror or error}): choose another --out") from None

@@ -132,12 +132,3 @@ def remove(path: Path) -> None:
     trash = hidden_name(path)
     path.rename(trash)
     shutil.rmtree(trash)
-
-
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable (POSIX: a file's fsync does not cover its directory entry)."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

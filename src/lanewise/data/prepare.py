@@ -27,6 +27,7 @@ from lanewise.data import build, corpus, live, sources, store, tokenizer
 from lanewise.data.encode import policy, trains
 from lanewise.data.shards import ShardSet, is_shard_set
 from lanewise.data.stores import configure
+from lanewise.data.stores.atomic import sync
 from lanewise.errors import UserError
 
 DAY = 86_400  # seconds
@@ -243,7 +244,7 @@ def _publish(building: Path, folder: Path) -> None:
                 os.rename(folder, aside)
                 shutil.rmtree(aside, ignore_errors=True)
         else:
-            store.sync(folder.parent)
+            sync(folder.parent)
             return
 
 

@@ -17,6 +17,8 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 import xxhash
 
+from lanewise.data.stores.atomic import sync
+
 FORMAT = 2
 Side = Literal["train", "held"]
 SIDES: tuple[Side, Side] = ("train", "held")
@@ -137,14 +139,6 @@ def seal(folder: Path, meta: dict[str, Any], names: Sequence[str]) -> None:
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
     for path in [*folder.iterdir(), folder]:
         sync(path)
-
-
-def sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def read_meta(folder: Path) -> dict[str, Any]:

@@ -31,6 +31,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
+    """Make a file durable, or the names in a folder (POSIX: a file's fsync does not cover its directory entry)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

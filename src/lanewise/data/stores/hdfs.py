@@ -26,7 +26,7 @@ class HDFS(Backend):
     remedy = "HADOOP_CONF_DIR and HADOOP_USER_NAME"
 
     def __init__(self, url: str, timeout: float):
-        self.library = needs("hdfs_native", "hdfs", url)
+        self.module = needs("hdfs_native", "hdfs", url)
         host, _, folder = url.removeprefix("hdfs://").partition("/")
         self.address = f"hdfs://{host}"
         self.root = f"/{folder}".rstrip("/")
@@ -98,7 +98,7 @@ class HDFS(Backend):
 
     def _connect(self) -> None:
         try:
-            self.client = self.library.Client(self.address)
+            self.client = self.module.Client(self.address)
         except Exception as e:
             raise UserError(f"{self.identity}: {e}; write hdfs://host:port/folder, or set HADOOP_CONF_DIR") from None
 

@@ -24,7 +24,7 @@ CALL = 5.0  # seconds for one question to the broker
 
 class Kafka(Source):
     def __init__(self, url: str, group: str, rows: int, timeout: float):
-        self.library = needs("confluent_kafka", "kafka", url)
+        self.module = needs("confluent_kafka", "kafka", url)
         from confluent_kafka.admin import AdminClient
 
         brokers, _, self.topic = url.removeprefix("kafka://").partition("/")
@@ -35,7 +35,7 @@ class Kafka(Source):
         self.trouble = "no answer"
         common: dict[str, Any] = {"bootstrap.servers": brokers, "log_level": 0, "error_cb": self._note}
         self.admin = AdminClient(common)
-        self.consumer = self.library.Consumer(
+        self.consumer = self.module.Consumer(
             {
                 **common,
                 "group.id": group,
@@ -117,18 +117,16 @@ class Kafka(Source):
         self.consumer.incremental_assign(assigned)
 
     def _describe(self) -> tuple[set[int], str]:
-        future = self.admin.describe_topics(self.library.TopicCollection([self.topic]), request_timeout=CALL)[
-            self.topic
-        ]
+        future = self.admin.describe_topics(self.module.TopicCollection([self.topic]), request_timeout=CALL)[self.topic]
         found = future.result()
         return {partition.id for partition in found.partitions}, str(found.topic_id)
 
     def _heed(self, message: Any) -> None:
         """What comes instead of a message: the end for now, or a fault. Passing ones the library mends itself."""
         error = message.error()
-        if error.code() == self.library.KafkaError._PARTITION_EOF:
+        if error.code() == self.module.KafkaError._PARTITION_EOF:
             self.at_end.add(message.partition())
-        elif error.code() in (self.library.KafkaError._AUTO_OFFSET_RESET, self.library.KafkaError.OFFSET_OUT_OF_RANGE):
+        elif error.code() in (self.module.KafkaError._AUTO_OFFSET_RESET, self.module.KafkaError.OFFSET_OUT_OF_RANGE):
             raise UserError(
                 f"{self.where}: partition {message.partition()} no longer has the next message ({error.str()}); choose "
                 f"an empty folder and another group to go on without what is gone"
@@ -139,14 +137,14 @@ class Kafka(Source):
     def _ask(self, do: Callable[[], T]) -> T:
         try:
             return patiently(do, self._transient, self.timeout, self.where)
-        except self.library.KafkaException as e:
+        except self.module.KafkaException as e:
             raise UserError(f"{self.where}: {e.args[0].str()}; check the address, the topic and your rights") from None
 
     def _transient(self, error: Exception) -> bool:
-        if not isinstance(error, self.library.KafkaException):
+        if not isinstance(error, self.module.KafkaException):
             return False
         kafka = error.args[0]
-        if kafka.code() == self.library.KafkaError.UNKNOWN_TOPIC_OR_PART:
+        if kafka.code() == self.module.KafkaError.UNKNOWN_TOPIC_OR_PART:
             return False  # the library would hope for ever
         names = ("_TRANSPORT", "_TIMED_OUT", "_ALL_BROKERS_DOWN", "_UNKNOWN_PARTITION", "_WAIT_COORD", "_DESTROY")
         return kafka.retriable() or kafka.name() in (*names, "COORDINATOR_NOT_AVAILABLE", "LEADER_NOT_AVAILABLE")
@@ -161,4 +159,4 @@ class Kafka(Source):
         self.trouble = brief(RuntimeError(error.str())).partition(": ")[2]
 
     def _place(self, partition: int, *offset: int) -> Any:
-        return self.library.TopicPartition(self.topic, partition, *offset)
+        return self.module.TopicPartition(self.topic, partition, *offset)
