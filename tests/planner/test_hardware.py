@@ -10,11 +10,11 @@ from lanewise.planner.hardware import devices
 TEXT = files("lanewise.planner").joinpath("hardware.toml").read_text(encoding="utf-8")
 
 # Units (SMs, compute units, matrix units), dense floating-point operations of each in a cycle with sums in fp32, and
-# GHz of boost: from the makers' architecture papers, which count them apart from the rates they advertise.
+# GHz of boost: counted apart from the rates that makers advertise ([1] and [3] of the table, and whitepapers).
 PARTS = {
     ("P100", "bf16"): (56, 128, 1.48), ("V100", "bf16"): (80, 128, 1.53),  # which have none: fp32
     ("V100", "fp16"): (80, 1024, 1.53), ("P100", "fp16"): (56, 256, 1.48), ("A100", "bf16"): (108, 2048, 1.41),
-    ("H100", "bf16"): (132, 4096, 1.83), ("H100 PCIE", "bf16"): (114, 4096, 1.62),
+    ("H100", "bf16"): (132, 4096, 1.83),
     ("MI250X", "bf16"): (220, 1024, 1.7), ("MI300X", "bf16"): (304, 2048, 2.1), ("MI355X", "bf16"): (256, 4096, 2.4),
     ("A40", "bf16"): (84, 1024, 1.74), ("A6000", "bf16"): (84, 1024, 1.8), ("L4", "bf16"): (60, 1024, 2.04),
     ("L40S", "bf16"): (142, 1024, 2.49), ("RTX 3090", "bf16"): (82, 512, 1.695),
