@@ -11,10 +11,6 @@ predictor that knows only a mean MFU for each device and precision, under the sa
 
 import argparse
 import datetime
-import json
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -23,9 +19,9 @@ import numpy as np
 
 from lanewise import config
 from lanewise.planner import correction, cost, machine
+from lanewise.planner.fit import predict, space_of
 from lanewise.planner.published import analytic, described, peak_memory, summary
 from lanewise.planner.table import Case, Refused, read_table
-from lanewise.simulator.run import simulate_run
 
 # Where the fit of the constants starts, and is drawn towards: first principles and data sheets.
 PRIOR = {
@@ -186,56 +182,64 @@ def step_time(case: Case, rates: cost.Rates) -> float:
 
 # -------------------------------------------------------------------------------------------------- this machine
 
-ALONE = [  # layers, hidden, feed-forward, sequences, length, recompute: none of them is among those that probe measures
-    (layers, hidden, ffn, sequences, length, recompute)
-    for layers, hidden, ffn in ((2, 192, 512), (3, 256, 640), (5, 320, 1024), (3, 448, 1280), (8, 256, 512))
-    for sequences, length in ((1, 192), (2, 256), (6, 96), (4, 320))
-    for recompute in ("none", "full")
+# layers, hidden, feed-forward, sequences, length, lanes: none of them is among those that probe measures
+ALONE = [
+    (*model, *batch)
+    for model in ((2, 192, 512), (3, 256, 640), (5, 320, 1024), (3, 448, 1280), (8, 256, 512))
+    for batch in ((2, 256, 2), (6, 96, 1), (4, 320, 1))
 ]
-SPREAD = [  # layout, workers, lanes
-    (layout, workers, lanes) for lanes in (4, 8) for layout, workers in (("", 2), ("tp2", 2), ("pp2", 2), ("cp2", 2))
-]
+ROUTED = [(a, 320, 128, b, c, d, experts) for a, b, c, d in ((2, 4, 192, 2), (4, 2, 128, 4)) for experts in (6, 12)]
+TOGETHER = [(3, 256, 640, 4, 192, 4), (2, 448, 1280, 4, 128, 2), (6, 192, 512, 4, 256, 2)]
+AXES = ("", "tp2", "pp2", "cp2", "fsdp2")
 
 
-def local(spread: bool, most: int | None, cache: str) -> None:
-    """One process, timed by its own seconds of a core; several, by the clock, as `lanewise train` does them."""
-    from lanewise.planner import probe  # imports torch
+def local(most: int | None, cache: str) -> None:
+    """Steps as the engine makes them, without data and records, timed as `probe` times its own (`planner.steps`)."""
+    from lanewise.planner import probe, steps  # imports torch
+    from lanewise.planner.resident import peaks
 
     probed = machine.read_probe(cache)
-    cluster, rates = machine.local(probed, 1)
-    print(f"\n{'step time of this machine':44}{'runs':>6}{'median':>9}{'p90':>9}{'worst':>9}")
-    errors: dict[str, list[float]] = {"none": [], "full": []}
-    for layers, hidden, ffn, sequences, length, recompute in ALONE[:most]:
-        run = probe.small_run(("tiny-dense", layers, hidden, ffn, sequences, length), recompute=recompute)
-        off = probe.predict_alone(run, cluster, rates) / probe.measure_step(run) - 1
-        errors[recompute].append(abs(off))
-        print(f"  {layers} layers of {hidden}, {ffn}, {sequences} x {length}, recompute {recompute}: {off:+.1%}")
-    for recompute, found in errors.items():
-        if found:
-            line(f"one process, recompute {recompute}", found)
-    line("one process, all", [*errors["none"], *errors["full"]])
-    if spread:
-        found = [predict / measured - 1 for predict, measured in (_spread(case, cache) for case in SPREAD[:most])]
-        for case, off in zip(SPREAD, found, strict=False):
-            print(f"  layout {case[0] or '-'}, {case[1]} workers, {case[2]} lanes: {off:+.1%}")
-        line("two processes, axes and lanes", np.abs(found))
+    alone = [probe.dense(shape) for shape in ALONE] + [probe.routed(shape) for shape in ROUTED]
+    alone += [probe.dense(shape, recompute="full") for shape in ALONE[::3]]
+    two = [probe.dense(shape, axes) for shape in TOGETHER for axes in AXES]
+    two += [probe.routed(shape, axes) for shape in ROUTED[::2] for axes in ("", "ep2", "tp2", "pp2")]
+    alone, two = alone[:most], two[:most]
+    errors: dict[str, list[float]] = {}
+    times: dict[str, dict[str, tuple[float, float]]] = {}  # of a run, by layout: predicted, measured
+    print(f"\n    {'run':48}{'layout':10}{'step, s':>9}{'said':>8}{'off':>7}{'peak, MB':>9}{'said':>8}{'off':>7}")
+    for workers, runs_ in ((1, alone), (2, two)):
+        took = steps.step_seconds(runs_, steps.alone()) if workers == 1 else steps.on_two(runs_)[0]
+        held = peaks(runs_, workers)
+        where = machine.local(probed, workers)
+        for run, seconds, bytes_ in zip(runs_, took, held, strict=True):
+            said = predict(run, *where)
+            fill = float(np.ravel(space_of(run, *where, machine.engine(probed)).memory.total)[0])
+            off, off_memory = said / seconds - 1, fill / bytes_ - 1
+            name, layout = told(run), run.layout.axes or ("replicas" if workers > 1 else "alone")
+            kind = "one process" if workers == 1 else f"two, {layout}"
+            errors.setdefault(kind, []).append(abs(off))
+            errors.setdefault(f"memory, {kind}", []).append(abs(off_memory))
+            row = f"{seconds:9.3f}{said:8.3f}{off:+7.1%}{bytes_ / 1e6:9.0f}{fill / 1e6:8.0f}{off_memory:+7.1%}"
+            print(f"    {name:48}{layout:10}{row}")
+            if workers == 2:
+                times.setdefault(name, {})[layout] = said, seconds
+    print(f"\n{'this machine, absolute relative error':44}{'runs':>6}{'median':>9}{'p90':>9}{'worst':>9}")
+    for kind, found in errors.items():
+        line(kind, found)
+    line("step time, all", [e for kind, found in errors.items() if "memory" not in kind for e in found])
+    line("peak memory, all", [e for kind, found in errors.items() if "memory" in kind for e in found])
+    print("\nthe layout chosen for two processes, against the best that was measured")
+    for name, layouts in times.items():
+        chosen = min(layouts, key=lambda layout: layouts[layout][0])
+        best = min(layouts, key=lambda layout: layouts[layout][1])
+        print(f"    {name:48}{chosen:10}best {best:10}{layouts[chosen][1] / layouts[best][1] - 1:+7.1%}")
 
 
-def _spread(case: tuple[str, int, int], cache: str) -> tuple[float, float]:
-    """(predicted, measured) seconds of a step of a layout."""
-    layout, workers, lanes = case
-    words = [
-        "model.preset=tiny-dense", "model.hidden=256", "train.steps=8", "eval.every=0", f"batch.lanes={lanes}",
-        f'layout.axes="{layout}"', f"data.cache={cache}",
-    ]  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "lanewise.cli.main", "train", *words]
-        subprocess.run([*command, "--workers", str(workers), "--out", folder], check=True, stdout=subprocess.DEVNULL)
-        lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    ends = [json.loads(text)["time"] for text in lines]
-    measured = float(np.quantile(np.diff(ends[1:]), 0.25))
-    run = config.load(None, words)
-    return simulate_run(run, machine.place(None, workers, run), length_days=0.01).plan.step, measured
+def told(run: config.Run) -> str:
+    m, b = run.model, run.batch
+    kind = f"{m.experts} experts" if hasattr(m, "experts") else "dense"
+    again = ", recomputed" if run.layout.recompute == "full" else ""
+    return f"{kind}, {m.layers} of {m.hidden}, {b.lanes} lanes of {b.size}x{b.sequence_length}{again}"
 
 
 def main() -> None:
@@ -243,12 +247,11 @@ def main() -> None:
     parser.add_argument("--tables", type=Path, help="folder of the published tables")
     parser.add_argument("--fit", action="store_true", help="fit constants and correction, and write them")
     parser.add_argument("--local", action="store_true", help="score predictions for this machine on runs of it")
-    parser.add_argument("--spread", action="store_true", help="with --local: runs of two processes too")
     parser.add_argument("--most", type=int, help="with --local: only so many runs of each kind")
     parser.add_argument("--cache", default="~/.cache/lanewise", help="where `lanewise probe` stored its measurements")
     arguments = parser.parse_args()
     if arguments.local:
-        local(arguments.spread, arguments.most, arguments.cache)
+        local(arguments.most, arguments.cache)
     if arguments.tables is not None:
         if arguments.fit:
             fit(arguments.tables)

@@ -71,16 +71,35 @@ def test_sharding_divides_what_it_should():
     assert float(alone.optimizer) == pytest.approx(12 * P, rel=1e-3)
     shared = memory(MODEL, Choice(data=8, zero=1), 4096)
     assert float(shared.optimizer) == pytest.approx(float(alone.optimizer) / 8)
-    assert float(shared.gradients) == float(alone.gradients)
+    # its chunk of seven others' arrives beside its own gradient
+    assert float(shared.gradients) == pytest.approx(float(alone.gradients) * (1 + 7 / 8))
     assert float(memory(MODEL, Choice(data=8, zero=2), 4096).gradients) == pytest.approx(float(alone.gradients) / 8)
     assert float(memory(MODEL, Choice(tp=8), 4096).weights) == pytest.approx(2 * P / 8, rel=1e-3)
 
 
 def test_lanes_of_a_replica_keep_gradients_of_their_own():
-    """The tree of 8 lanes has at most three nodes waiting (sizes 4, 2 and 1) beside the lane at work."""
-    one, eight = (memory(MODEL, Choice(data=8, lanes=n, count=n, zero=2), 4096) for n in (1, 8))
-    assert float(eight.gradients) == pytest.approx(4 * 4 * MODEL.parameters, rel=1e-3)
-    assert float(one.gradients) == pytest.approx(float(eight.gradients) / 4 / 8)
+    """The tree of 8 lanes has two nodes waiting (sizes 4 and 2) beside the lane at work, which is added onto its left
+    sibling; with two microbatches the lane at work needs a gradient of its own. `Reducer` is asked below."""
+    one, eight, two = (
+        memory(MODEL, Choice(data=8, lanes=n, count=n * k, zero=2), 4096) for n, k in ((1, 1), (8, 1), (8, 2))
+    )
+    assert float(eight.gradients) == pytest.approx(3 * 4 * MODEL.parameters, rel=1e-3)
+    assert float(two.gradients) == pytest.approx(4 * 4 * MODEL.parameters, rel=1e-3)
+    assert float(one.gradients) == pytest.approx(float(eight.gradients) / 3 / 8)
+
+
+@pytest.mark.parametrize(("lanes", "microbatches"), [(1, 1), (2, 1), (3, 1), (5, 1), (8, 1), (2, 2), (3, 2), (5, 2)])
+def test_gradients_of_lanes_are_those_the_reducer_keeps(lanes, microbatches):
+    from lanewise.planner import steps
+
+    words = ["model.preset=tiny-dense", "model.vocab_size=300", "model.layers=1", "model.hidden=64", "batch.size=1"]
+    words += [f"batch.lanes={lanes}", f"batch.microbatches={microbatches}", "batch.sequence_length=16"]
+    step = steps.Step(config.load(None, words), steps.alone())
+    for _ in range(2):
+        step()
+    kept = {len(bucket_sum.pool) for bucket_sum in step.replica.reducer.sums}
+    held = memory(MODEL, Choice(lanes=lanes, count=lanes * microbatches), 4096).gradients
+    assert kept == {round(float(held) / (4 * MODEL.parameters))}
 
 
 def test_experts_are_spread_by_ep():
@@ -113,3 +132,20 @@ def test_the_ends_of_an_uneven_pipeline_are_short():
     assert float(even.weights) - float(short.weights) == pytest.approx(2.0 * gpt.embedding), "and no embedding"
     kept = float(memory(gpt, replace(choice, flight=16), 1024, Engine(slack=0.0)).activations)
     assert kept == pytest.approx(2 * float(even.activations)), "a schedule that may hold twice as many"
+
+
+@pytest.mark.parametrize("preset", ["tiny", "tiny-dense", "qwen2-0.5b"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_the_cut_of_a_pipeline_is_as_even_as_the_exact_one(preset, ranks):
+    from lanewise.parallel.stages import end_cost, layer_cost, stages
+    from lanewise.planner.stages import cut
+
+    model = config.load_model({"preset": preset, "vocab_size": 4096})
+    exact = stages(model, ranks)
+    costs = [sum(layer_cost(model, index) for index in stage) for stage in exact]
+    costs[-1] += end_cost(model)
+    most, last, uneven = (float(number[0]) for number in cut(describe(model), ranks))
+    assert uneven == pytest.approx(max(costs) * ranks / sum(costs) - 1, abs=0.12)
+    if ranks > 1:
+        assert abs(last - model.layers + exact[-1].start - getattr(model, "mtp_layers", 0)) <= 1
+        assert abs(most - max(len(stage) for stage in exact[:-1])) <= 1

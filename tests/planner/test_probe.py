@@ -9,7 +9,7 @@ from lanewise import config
 from lanewise.cli.main import main
 from lanewise.errors import UserError
 from lanewise.parallel.layout import Layout, check
-from lanewise.planner import probe
+from lanewise.planner import fit, machine, probe, resident, steps
 from lanewise.planner.auto import settle
 from lanewise.planner.cluster import Cluster
 from lanewise.planner.hardware import Device
@@ -20,18 +20,80 @@ DEVICE = Device("test", RATE, RATE, 1e12, 1e10, 1e9, 1, 1e9, 10.0)
 CLUSTER = Cluster(DEVICE, 1, 1, 1e9, 1e9)
 STORED = {
     "matmul": RATE, "bandwidth": 1e10, "link": 1e9, "latency": 1e-4, "memory": 8e9, "cores": 2, "watts_per_core": 10.0,
-    "rates": vars(replace(probe.UNIT, fixed=1e-3)),
+    "rates": vars(replace(fit.UNIT, fixed=1e-3, costs=dict.fromkeys(fit.FREE, (1e-9, 1e-4)))),
 }  # fmt: skip
+TINY = [
+    "model.preset=tiny-dense", "model.vocab_size=300", "model.layers=1", "model.hidden=64", "batch.size=1",
+    "batch.lanes=2", "batch.sequence_length=16",
+]  # fmt: skip
 
 
 def test_rates_that_made_the_times_are_found():
-    truth = replace(probe.UNIT, products=0.7, attention=0.4, pointwise=0.5, head=0.6, issue=2e-4, fixed=1e-3, rows=2e5)
-    runs = [probe.small_run(shape) for shape in probe.SHAPES]
-    measured = [probe.predict_alone(run, CLUSTER, truth) for run in runs]
-    fitted = probe.fit_rates(runs, measured, CLUSTER)
-    other = probe.small_run(("tiny-dense", 3, 320, 960, 4, 192))
-    ours, theirs = (probe.predict_alone(other, CLUSTER, rates) for rates in (fitted, truth))
-    assert ours == pytest.approx(theirs, rel=0.05)
+    truth = replace(fit.UNIT, products=0.7, attention=0.4, pointwise=0.5, head=0.6, issue=2e-4, fixed=1e-3, rows=2e5)
+    runs = [probe.dense(shape) for shape in probe.DENSE] + [probe.routed(shape) for shape in probe.ROUTED]
+    measured = [fit.predict(run, CLUSTER, truth) for run in runs]
+    fitted = fit.fit_alone(runs, measured, CLUSTER, {"fp32": 2e10})
+    for other in (probe.dense((3, 320, 960, 4, 192, 1)), probe.routed((3, 320, 128, 2, 192, 2, 12))):
+        ours, theirs = (fit.predict(other, CLUSTER, rates) for rates in (fitted, truth))
+        assert ours == pytest.approx(theirs, rel=0.05)
+
+
+def test_costs_of_traffic_that_made_the_times_are_found():
+    axes = ("tensor", "context", "expert", "sharded", "copies", "stages")
+    costs = {axis: (2e-9 + 1e-9 * i, 4e-4 + 1e-4 * i) for i, axis in enumerate(axes)}
+    two = Cluster(DEVICE, 1, 2, 1e9, 1e9)
+    truth = replace(fit.UNIT, fixed=1e-3, costs=costs)
+    measured = [fit.predict(run, two, truth) for run in probe.spread()]
+    fitted = replace(truth, costs=fit.fit_traffic(probe.spread(), measured, two, replace(truth, costs=None)))
+    for axes_ in probe.AXES:
+        other = probe.dense((3, 320, 960, 4, 192, 4), axes_)
+        assert fit.predict(other, two, fitted) == pytest.approx(fit.predict(other, two, truth), rel=0.03)
+        assert fit.predict(other, two, truth) > 1.05 * fit.predict(other, two, replace(truth, costs=fit.FREE))
+
+
+def test_a_hindered_step_counts_as_if_it_were_not(monkeypatch):
+    """Half the time the machine is twice as slow, for the step and for the product beside it."""
+    now = {"calls": 0}
+
+    def slow() -> float:
+        return 2.0 if (now["calls"] // 40) % 2 else 1.0
+
+    def timed(step, world):
+        now["calls"] += 1
+        return 0.1 * slow()
+
+    monkeypatch.setattr(steps, "Step", lambda run, world: lambda: None)
+    monkeypatch.setattr(steps, "_timed", timed)
+    monkeypatch.setattr(steps, "Pace", lambda device: lambda: 0.002 * slow())
+    (took,) = steps.step_seconds([probe.dense(probe.DENSE[0])], steps.alone(), rounds=200)
+    assert took == pytest.approx(0.1, rel=0.05)
+
+
+def test_two_processes_are_timed_together(tmp_path):
+    run = config.load(None, [*TINY, "layout.axes=tp2"])
+    (took,), said = steps.on_two([run], _name)
+    assert 0 < took < 5
+    assert said == {"size": 2, "rank": 0}
+
+
+def _name(world):
+    return {"size": world.size, "rank": world.rank}
+
+
+def test_a_larger_model_holds_more(tmp_path):
+    """40 MB of weights, gradients and moments, beyond a model of next to nothing."""
+    small, large = (config.load(None, [*TINY, f"model.vocab_size={size}"]) for size in (300, 20300))
+    low, high = resident.peaks([small, large])
+    assert high - low > 2 * 20000 * 64 * 4 * 4 * 0.9
+
+
+def test_nodes_that_were_probed_together_are_a_cluster():
+    between = {"link": 2e8, "latency": 1e-3, "per_node": 2, "nodes": 3}
+    one, rates = machine.local(STORED, 2)
+    assert (one.nodes, one.per_node, rates.costs) == (1, 2, STORED["rates"]["costs"])
+    six, rates = machine.local(STORED | {"between": between}, 6)
+    assert (six.nodes, six.per_node, six.inter, six.latency[1]) == (3, 2, 2e8, 1e-3)
+    assert rates.costs is None, "what was measured within a node does not hold between nodes"
 
 
 def test_plan_uses_the_stored_measurements(tmp_path, capsys):

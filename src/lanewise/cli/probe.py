@@ -4,8 +4,9 @@ import argparse
 import json
 import sys
 
-EXAMPLE = """example:
-  lanewise probe"""
+EXAMPLE = """examples:
+  lanewise probe
+  torchrun --nnodes 2 --nproc-per-node 8 ... -m lanewise.cli.main probe     the link between nodes too"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -13,9 +14,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from lanewise.elastic.environment import detect
     from lanewise.planner.probe import probe
 
-    found = probe(arguments.cache, lambda text: print(text, file=sys.stderr if arguments.json else sys.stdout))
-    if arguments.json:
+    found = probe(
+        arguments.cache, lambda text: print(text, file=sys.stderr if arguments.json else sys.stdout), detect()
+    )
+    if arguments.json and found is not None:
         print(json.dumps(found))
     return 0

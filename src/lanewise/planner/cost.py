@@ -15,6 +15,8 @@ import numpy as np
 from lanewise.planner.choice import SCHEDULES, Choice, Number
 from lanewise.planner.cluster import Cluster
 from lanewise.planner.model import Transformer
+from lanewise.planner.stages import cut
+from lanewise.planner.traffic import Costs, traffic
 
 STORED = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 2.0, "fp4": 2.0}  # bytes an element that travels
 ZERO_BUBBLE = [SCHEDULES.index(name) for name in ("interleaved-zb", "zbv", "dualpipev")]
@@ -50,6 +52,8 @@ class Rates:
     fixed: float  # seconds a step
     issue: float = 0.0  # seconds a block's forward takes beyond its work, where the host is the device
     update: float = 1.0  # of the optimizer's way through memory, how long it takes
+    issue_routed: float = 0.0  # the same of a block's routing
+    costs: Costs | None = None  # of traffic, where it was measured on the machine itself; the links are then not used
 
 
 @dataclass(frozen=True)
@@ -133,19 +137,29 @@ def step_time(
     tensor, expert, context = (
         passes * seconds for seconds in _within(model, c, sequence, cluster, STORED[precision], rates, block.attention)
     )
+    state = c.micro * sequence / c.cp / c.tp * model.hidden * STORED[precision]
+    handed = 2 * c.count * c.chunks * (state / (cluster.inter * rates.network) * 0.5 + cluster.latency[1])
+    data = _between(model, c, cluster, compute, rates)
+    if rates.costs is not None:
+        sent = traffic(model, c, sequence, STORED[precision])
+        took = {axis: sent[axis].seconds(*cost) for axis, cost in rates.costs.items()}
+        tensor, expert, context, handed = (took[axis] for axis in ("tensor", "expert", "context", "stages"))
+        data = took["copies"] + took["sharded"]
     steady = compute + head + tensor + expert + context
 
     # a pipeline's first and last microbatch, and stages that are not equal
-    uneven = np.ceil(blocks) * c.pp / model.blocks - 1
+    uneven = np.ceil(blocks) * c.pp / model.blocks - 1 if rates.costs is None else cut(model, c.pp)[2] / c.chunks
     idle = (c.pp - 1) / (c.count * c.chunks)
     idle = np.where(np.isin(c.schedule, ZERO_BUBBLE), idle / 3, idle)
-    state = c.micro * sequence / c.cp / c.tp * model.hidden * STORED[precision]
-    hop = state / (cluster.inter * rates.network) * 0.5 + cluster.latency[1]
-    handed = 2 * c.count * c.chunks * hop
     bubble = np.where(c.pp > 1, steady * (rates.bubble * idle + rates.uneven * uneven) + handed, 0.0)
 
-    data, owned = _between(model, c, cluster, compute, rates)
-    optimizer = rates.update * owned * 30.0 / cluster.device.bandwidth + rates.fixed
+    own, experts = _parameters(model, c)
+    copies, expert_copies = _copies(c)
+    split = c.zero >= 1
+    owned = own / c.fsdp / np.where(split, copies, 1) + experts / c.fsdp / np.where(split, expert_copies, 1)
+    # through memory: 30 bytes a parameter to update it, and 12 to add its gradient to those before
+    added = (own + experts) / c.fsdp * c.count * 12.0
+    optimizer = rates.update * (owned * 30.0 + added) / cluster.device.bandwidth + rates.fixed
     nodes = np.maximum(c.ranks / cluster.per_node, 1)
     jitter = rates.jitter * np.log2(nodes) * (steady + bubble)
     return Time(
@@ -203,7 +217,7 @@ def _block(model: Transformer, c: Choice, sequence: int, cluster: Cluster, preci
     pointwise = tokens * moved * 2.0 / tp / (bandwidth * rates.pointwise)
     launch = rates.launch + routed * rates.launch_routed
     # the device is idle while the host issues
-    wait = np.maximum(launch - products - attention - pointwise, 0.0) + rates.issue
+    wait = np.maximum(launch - products - attention - pointwise, 0.0) + rates.issue + routed * rates.issue_routed
     return _Block(products, attention, pointwise, wait)
 
 
@@ -237,22 +251,29 @@ def _within(
     return tensor, expert, context
 
 
-def _between(model: Transformer, c: Choice, cluster: Cluster, compute: Number, rates: Rates) -> tuple[Number, Number]:
-    """Seconds of exposed traffic between copies, and the parameters a rank updates. Gradients go once a step; weights
-    sharded by fsdp are gathered for each pass and their gradients reduced after it."""
+def _parameters(model: Transformer, c: Choice) -> tuple[Number, Number]:
+    """Of a rank, before fsdp cuts them: outside the experts, and theirs."""
     own = (model.blocks / c.pp * model.block_dense + 2 * model.embedding / c.pp) / c.tp
-    experts = model.blocks / c.pp * model.block_experts / (c.ep * c.expert_tp)
+    return own, model.blocks / c.pp * model.block_experts / (c.ep * c.expert_tp)
+
+
+def _copies(c: Choice) -> tuple[Number, Number]:
+    """Ranks that hold the same weights: outside the experts, and theirs."""
     copies = c.data * c.cp / c.fsdp
-    expert_copies = np.maximum(copies * c.tp / (c.ep * c.expert_tp), 1)
+    return copies, np.maximum(copies * c.tp / (c.ep * c.expert_tp), 1)
+
+
+def _between(model: Transformer, c: Choice, cluster: Cluster, compute: Number, rates: Rates) -> Number:
+    """Seconds of exposed traffic between copies. Gradients go once a step; weights sharded by fsdp are gathered for
+    each pass and their gradients reduced after it."""
+    own, experts = _parameters(model, c)
+    copies, expert_copies = _copies(c)
     inner = c.cp * c.tp
     reduce = ring(own / c.fsdp * 6.0, copies, inner * c.fsdp, cluster, rates)
     reduce = reduce + ring(experts / c.fsdp * 6.0, expert_copies, inner * c.ep, cluster, rates)
     sharded = 6.0 * c.count * ring(own + experts, c.fsdp, inner, cluster, rates)
     data = np.maximum(reduce - rates.hidden_data * compute / c.count, rates.seen * reduce)
-    data = data + np.maximum(sharded - rates.hidden_data * compute, rates.seen * sharded)
-    cut = c.zero >= 1
-    owned = own / c.fsdp / np.where(cut, copies, 1) + experts / c.fsdp / np.where(cut, expert_copies, 1)
-    return data, owned
+    return data + np.maximum(sharded - rates.hidden_data * compute, rates.seen * sharded)
 
 
 @cache

@@ -49,9 +49,9 @@ def place(cluster: str | None, workers: int | None, run: Run, guess: bool = Fals
             raise UserError("--workers is for this machine: leave it out with --cluster")
         return Where(read_cluster(cluster))
     probed = read_probe(run.data.cache) if is_probed(run.data.cache) or not guess else USUAL
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    here, rates = local(probed, workers or max(cores // run.train.threads, 1))
-    return Where(here, LOCAL, rates, learned(run.data.cache))
+    each = run.train.threads if probed.get("device", "cpu") == "cpu" else 1
+    here, rates = local(probed, workers or max(probed["cores"] // each, 1))
+    return Where(here, engine(probed), rates, learned(run.data.cache))
 
 
 # On a CPU there is no context and no allocator that keeps blocks; what one process of ours holds beside its tensors is
@@ -59,26 +59,40 @@ def place(cluster: str | None, workers: int | None, run: Run, guess: bool = Fals
 LOCAL = replace(OURS, slack=0.0, buffers=0.0, context=0.0)
 
 
+def engine(probed: dict[str, Any]) -> Engine:
+    """How our own engine stores things on this machine."""
+    told = probed.get("resident")
+    return replace(LOCAL, buffers=told["base"], holes=tuple(told["holes"])) if told else LOCAL
+
+
 def local(probed: dict[str, Any], workers: int) -> tuple[Cluster, Rates]:
-    """This machine as a cluster of one node of `workers` devices, and its rates."""
-    share = max(workers / probed["cores"], 1.0)  # processes beyond the cores take turns
+    """This machine as a cluster of one node of `workers` devices, and its rates; several nodes, if it was probed with
+    others and there are more workers than it has devices."""
+    between = probed.get("between") or {"per_node": workers}
+    spans = workers > between["per_node"] and workers % between["per_node"] == 0
+    here = between["per_node"] if spans else workers
+    share = max(here / probed["cores"], 1.0)  # processes beyond the cores take turns
     rate = {kind: value / share for kind, value in probed["matmul"].items()}
     device = Device(
-        f"{platform.machine()} core",
+        f"{platform.machine()} core" if probed.get("device", "cpu") == "cpu" else "GPU here",
         rate,
         rate,
-        probed["memory"] / workers,
+        probed["memory"] / here,
         probed["bandwidth"] / share,
         probed["link"] / share,
-        workers,
+        here,
         probed["link"] / share,
         probed["watts_per_core"],
         "lanewise probe",
     )
     # what was measured is a whole collective of two ranks; `cost.ring` counts a quarter of the first number for it
     latency = (4 * probed["latency"] * share, probed["latency"] * share)
-    cluster = Cluster(device, 1, workers, device.link, device.inter, latency)
-    return cluster, Rates(**probed["rates"])
+    rates = Rates(**probed["rates"])
+    if not spans:
+        return Cluster(device, 1, workers, device.link, device.inter, latency), rates
+    # what traffic costs was measured within a node
+    inter, latency = between["link"] / share, (latency[0], between["latency"] * share)
+    return Cluster(device, workers // here, here, device.link, inter, latency), replace(rates, costs=None)
 
 
 # Round numbers of a server's core and of two processes of it over gloo, where nobody has measured. They tell layouts

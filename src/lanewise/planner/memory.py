@@ -11,6 +11,7 @@ import numpy as np
 
 from lanewise.planner.choice import SCHEDULES, Choice, Number
 from lanewise.planner.model import Transformer
+from lanewise.planner.stages import cut
 
 WAVE = tuple(SCHEDULES.index(name) for name in ("zbv", "dualpipev"))
 ALL = tuple(SCHEDULES.index(name) for name in ("gpipe", "looped-bfs"))
@@ -26,8 +27,10 @@ class Engine:
     activations: kept, over those that a fully fused block keeps; scores: bytes kept of each attention score, 0 where
     attention is one kernel; slack: allocator's waste, a share of activations;
     context: outside the allocator's books; short: whether a cut that is not even leaves the ends of a pipeline a block
-    less, as they hold the embeddings; tree: lanes add up along the canonical tree, each with a gradient of its
-    own, so that one node of each size may wait beside the lane at work.
+    less, as they hold the embeddings; tree: ours, where a pipeline's cut weighs the head, and where lanes add up along
+    the canonical tree, each with a gradient of its own, so that nodes may wait beside the lane at work;
+    holes: shares of the activations that a plain allocator loses between tensors: with one microbatch a step, with
+    several, and with recomputation.
     """
 
     weight: float = 2.0
@@ -43,6 +46,7 @@ class Engine:
     context: float = 0.0
     short: bool = False
     tree: bool = False
+    holes: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
 # activations: as traced from our blocks in bf16 (`planner.trace`; a test holds it)
@@ -110,6 +114,9 @@ def _stage(model: Transformer, choice: Choice, sequence: int, engine: Engine, pl
     one = choice.pp == 1
     wave = np.isin(choice.schedule, WAVE)  # the first rank of a V holds both ends
     blocks = np.ceil(model.blocks / choice.pp)
+    if engine.tree:
+        most, last, _ = cut(model, choice.pp)
+        blocks = np.where(choice.chunks > 1, blocks, last if place == -1 else most)
     if engine.short:
         missing = blocks * choice.pp - model.blocks
         blocks = blocks - np.where(missing >= (2, np.inf, 1)[place], 1, 0)
@@ -126,10 +133,15 @@ def _stage(model: Transformer, choice: Choice, sequence: int, engine: Engine, pl
     gathered = np.where(
         choice.fsdp > 1, 2 * (model.block_dense / choice.tp + model.block_experts / (choice.ep * choice.expert_tp)), 0
     )
-    waiting = 1 + np.floor(np.log2(choice.lanes)) if engine.tree else 1
+    # a lane of one microbatch is added straight onto its left sibling
+    leaves = np.where(choice.count > choice.lanes, choice.lanes, (choice.lanes + 1) / 2)
+    waiting = 1 + np.floor(np.log2(leaves)) if engine.tree else 1
     # a gradient that is added to again is whole until the last microbatch
     early = (choice.zero >= 2) & ((choice.count == 1) | (not engine.tree))
     gradients = np.where(early, owned, held * waiting) * engine.gradient + gathered * engine.weight
+    if engine.tree:  # its chunk of the other copies' gradients arrives beside its own; ZeRO-2 keeps no place for it
+        others = dense / choice.fsdp * (1 - 1 / copies) + experts / choice.fsdp * (1 - 1 / expert_copies)
+        gradients = gradients + np.where(choice.zero >= 2, 0, others) * engine.gradient
 
     stage = np.minimum(place, choice.pp - 1) if place >= 0 else choice.pp - 1
     flight = in_flight(choice, stage)
@@ -140,7 +152,9 @@ def _stage(model: Transformer, choice: Choice, sequence: int, engine: Engine, pl
     kept = saved(model, choice, sequence, choice.recompute, engine.spread)
     kept = np.where(choice.recompute == 0, whole, kept)
     working = np.where(choice.recompute > 0, whole, 0.0)
-    activations = (blocks * kept * flight + working) * (1 + engine.slack)
+    again = np.where(choice.count > 1, engine.holes[1], engine.holes[0])
+    lost = np.where(choice.recompute > 0, engine.holes[2], again)
+    activations = (blocks * kept * flight + working) * (1 + engine.slack + lost)
     row = model.vocab / choice.tp
     logits = np.where(
         engine.logits > 0,
