@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -64,6 +64,10 @@ class Correction:
         np.savez_compressed(path, spread=self.spread, about=json.dumps(self.about), **arrays)
 
 
+class Learned(Protocol):
+    def predict(self, features_NF: Floats) -> Corrected: ...
+
+
 _ARRAYS = ("mean", "points", "root", "weights", "covariance")
 
 
@@ -85,6 +89,12 @@ def _kernel(a: Floats, b: Floats) -> Floats:
     r = np.sqrt(3 * np.maximum(squared, 0)) / LENGTH
     similar: Floats = (1 + r) * np.exp(-r)
     return similar
+
+
+def similarity(a_NF: Floats, b_MF: Floats) -> Floats:
+    """[N, M]: the prior's covariance of what is learned of two runs with these features."""
+    a, b = _centred(a_NF, b_MF.mean(0)), _centred(b_MF, b_MF.mean(0))
+    return SMOOTH * _kernel(a, b) + LINEAR * a @ b.T + LEVEL + OFFSET
 
 
 def _basis(x: Floats, points: Floats, root: Floats) -> Floats:
