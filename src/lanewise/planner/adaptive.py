@@ -158,8 +158,8 @@ class Adviser:
 
     def _line(self, plan: Plan, now: float, cost: float, pays: int, left: int) -> str:
         text = (
-            f"a better layout: {plan.name}, recompute {plan.recompute}, ZeRO {plan.zero}: about {plan.step:.3g} s a step "
-            f"instead of {now:.3g}; to switch takes about {cost:.2g} s, paid back in {pays} steps"
+            f"a better layout: {plan.name}, recompute {plan.recompute}, ZeRO {plan.zero}: about {plan.step:.3g} s a "
+            f"step instead of {now:.3g}; to switch takes about {cost:.2g} s, paid back in {pays} steps"
         )
         if not is_probed(self.run.data.cache):
             text += " (a usual machine's numbers: `lanewise probe` measures this one)"
