@@ -1,8 +1,10 @@
 """A live run changes its layout at a commit: its numbers, its folder, and what is left if a rank dies on the way."""
 
+import json
 import math
 import os
 import signal
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -12,8 +14,15 @@ from lanewise.checkpoint.locate import locate
 from lanewise.checkpoint.manifest import Manifest
 from lanewise.parallel import prove
 from lanewise.planner.adaptive import Adviser, Switch
+from lanewise.planner.machine import probe_path
+from lanewise.planner.probe import UNIT
 from system import DEEPSEEK, DENSE, bits, hashes, records, sentences, settings, train, train_with, write_documents
 
+RATE = {"fp32": 5e10, "bf16": 1e11}
+SLOW_LINK = {
+    "matmul": RATE, "bandwidth": 1e10, "link": 1e9, "latency": 3e-3, "memory": 8e9, "cores": 2, "watts_per_core": 10.0,
+    "rates": vars(replace(UNIT, fixed=1e-3)),
+}  # fmt: skip
 LITTLE, MUCH = 0.0, math.inf  # bytes, as a copy of the state is said to take: MUCH does not fit
 
 
@@ -117,3 +126,23 @@ def test_without_memory_and_disk_the_layout_stays(tmp_path, source):
     ]
     assert [r["step"] for r in records(tmp_path / "out")] == [1, 2, 3, 4]
     assert config.load(tmp_path / "out" / "run.toml").layout.axes == "pp2"
+
+
+def test_a_run_finds_out_by_itself_what_the_probe_tells(tmp_path, source):
+    """By the probe two ranks hardly reach each other: the pipeline, which says little, beats tensor parallel."""
+    run = small(tmp_path, source, *DENSE, "layout.axes=tp2", "train.steps=30", "eval.every=0", "layout.adaptive=true")
+    path = probe_path(run.data.cache)
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(SLOW_LINK))
+    out = tmp_path / "out"
+    assert train(run, out, 2) == 0
+    events = [e for e in records(out, "events") if e["event"] in ("proposed", "switched", "measured")]
+    proposed, switched, measured = events[:3]
+    assert [e["event"] for e in events[:3]] == ["proposed", "switched", "measured"]
+    assert proposed["from"] == switched["from"] == "tp2"
+    assert proposed["to"] == switched["to"] == measured["layout"]
+    assert (proposed["step"], switched["step"]) == (6, 7), "told in the vote of the step after, then done"
+    assert measured["keeps"] == (measured["step_s"] < proposed["step_s"])
+    last = [e["to"] for e in events if e["event"] == "switched"][-1]
+    assert config.load(out / "run.toml").layout.axes == Manifest.read(locate(out)).meta["layout"]["axes"] == last
+    assert [r["step"] for r in records(out)] == list(range(1, 31))

@@ -49,8 +49,9 @@ def switch(trainer: "Trainer") -> None:
 def _in_memory(trainer: "Trainer", run: Run) -> None:
     old, trainer.replica = trainer.replica, trainer.make_replica(run, initialise=False)
     reshard(old.state(share=False), trainer.replica.state(share=False), trainer.world)
+    old.reducer.close()
     del old
-    gc.collect()  # hooks and modules point at each other
+    gc.collect()  # modules point at each other
 
 
 def _saved(trainer: "Trainer") -> Found | None:
@@ -61,6 +62,7 @@ def _saved(trainer: "Trainer") -> Found | None:
 
 
 def _through(found: Found, trainer: "Trainer", run: Run) -> None:
+    trainer.replica.reducer.close()
     del trainer.replica
     gc.collect()
     trainer.replica = trainer.make_replica(run, initialise=False)

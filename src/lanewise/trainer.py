@@ -5,15 +5,12 @@ Before the commit nothing has changed, after it everything has, on every replica
 
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from lanewise import config
-from lanewise.checkpoint.locate import locate
-from lanewise.checkpoint.manifest import Manifest
-from lanewise.checkpoint.store import Checkpoints, Found
+from lanewise.checkpoint.store import Checkpoints
 from lanewise.data.dataset import Dataset
 from lanewise.data.live import Live, is_stream
 from lanewise.data.stages import Feed
@@ -29,7 +26,7 @@ from lanewise.livedata import LiveData
 from lanewise.observe.display import make_display
 from lanewise.observe.records import Events, JsonLines, cut_after, plain
 from lanewise.observe.slots import SlotRecords
-from lanewise.origin import check_origin, what_it_holds
+from lanewise.origin import check_origin, checkpoint_to_resume, what_it_holds
 from lanewise.parallel.build import build_part
 from lanewise.parallel.layout import Layout
 from lanewise.parallel.mesh import Mesh
@@ -73,8 +70,7 @@ class Trainer:
         self.progress = Progress()
         self.saved = -1  # step of the newest checkpoint
         self.events = Events(job.out / "events.jsonl" if self.prints else None, self.display.note)
-        several = self.prints and world.size > 1
-        self.adviser = Adviser(self.run, world.size, self.events.write, self.display.note) if several else None
+        self.adviser: Adviser | None = None
         self.checkpoints = Checkpoints(
             job.out / "checkpoints",
             keep=self.run.checkpoint.keep,
@@ -99,8 +95,12 @@ class Trainer:
         """Run to the end, to `until`, or to a stop request; returns the exit code."""
         self._resume()
         self._open_records()
-        for member in self.world.members(self.mesh.replica):
+        members = self.world.members(self.mesh.replica)
+        for member in members:
             self.events.write("joined", **member)
+        here = self.world.device.type == "cpu" and len({member["host"] for member in members}) == 1
+        if self.prints and here and self.world.size > 1:  # the planner knows the cores of this machine, and no others
+            self.adviser = Adviser(self.run, self.world.size, self.events.write, self.display.note)
         for note in self.dataset.notes:
             self.display.note(note)
         self.display.start(self.progress.step, self.steps)
@@ -283,7 +283,7 @@ class Trainer:
 
     def _resume(self) -> None:
         """Go on from the newest good checkpoint of this run, or from the one that was named."""
-        found = self._checkpoint_to_resume()
+        found = checkpoint_to_resume(self.job, self.checkpoints)
         if found is None:
             return
         check_origin(found.meta, self.run, self.dataset.identity)
@@ -299,14 +299,3 @@ class Trainer:
             )
         self.events.step = self.progress.step
         self.display.note(f"resuming after step {self.progress.step} from {found.path}")
-
-    def _checkpoint_to_resume(self) -> Found | None:
-        """A folder with checkpoints of its own goes on from them: a command that names another run's checkpoint can
-        be given again after a preemption."""
-        named = None if self.job.resume in ("auto", "never") else Path(self.job.resume)
-        is_own = named is not None and named.absolute().is_relative_to(self.job.out.absolute())
-        found = None if is_own else self.checkpoints.find()
-        if found is None and named is not None:
-            path = locate(named)
-            found = Found(path, Manifest.read(path))
-        return found

@@ -91,12 +91,6 @@ def _kernel(a: Floats, b: Floats) -> Floats:
     return similar
 
 
-def similarity(a_NF: Floats, b_MF: Floats) -> Floats:
-    """[N, M]: the prior's covariance of what is learned of two runs with these features."""
-    a, b = _centred(a_NF, b_MF.mean(0)), _centred(b_MF, b_MF.mean(0))
-    return SMOOTH * _kernel(a, b) + LINEAR * a @ b.T + LEVEL + OFFSET
-
-
 def _basis(x: Floats, points: Floats, root: Floats) -> Floats:
     """[n, M + F + 1] functions whose coefficients have a standard normal prior."""
     smooth = np.sqrt(SMOOTH) * _kernel(x, points) @ root
