@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from itertools import product
 
 import pytest
 import torch
@@ -56,31 +57,35 @@ def empty(run, layout, world, meshes):
 
 
 def compared(rank, size, root, model, layouts, train):
-    """In each layout three steps; then into each other one both ways. Names of tensors that differ, and bytes sent."""
+    """A few steps in the first layout, a checkpoint, and that read into each; then from each to each other in memory:
+    names of tensors that differ, and the bytes this rank received."""
     module.BUCKET = 2**16  # a pair of ranks needs several
     world = World(rank, size, torch.device("cpu"), dist.group.WORLD, dist.new_group())
-    meshes, differing, received = {}, [], {}
-    for start in layouts:
-        run, layout = in_layout(model, start, **train)
-        meshes.setdefault((layout, turns_back(run.layout)), Mesh(world, layout, turns_back(run.layout)))
-        _, old = trace(run, meshes[layout, turns_back(run.layout)], MadeUp(run))
-        store = Checkpoints(root / start.replace("/", "-"), keep=1, background=False, group=world.side, alarm=print)
-        store.save(1, old.state(share=True), {})
-        before, found_there = everything(old), store.find()
-        ends = layouts if size == 2 else [start, layouts[(layouts.index(start) + 1) % len(layouts)]]
-        for end in ends:
-            other = in_layout(model, end, **train)
-            read, moved = empty(*other, world, meshes), empty(*other, world, meshes)
-            store.load(found_there, read.state(share=False))
-            received[start, end] = reshard(old.state(share=False), moved.state(share=False), world)
-            for replica in (read, moved):
-                replica.loaded()
-            right, found = everything(read), everything(moved)
-            assert right.keys() == found.keys()
-            differing += [(start, end, key) for key in right if not torch.equal(right[key], found[key])]
-        after = everything(old)
-        differing += [(start, "itself", key) for key in before if not torch.equal(before[key], after[key])]
-        assert any(tensor.any() for (name, _), tensor in before.items() if name.startswith("exp_avg_sq/"))
+    meshes, read, differing, received = {}, {}, [], {}
+    run, layout = in_layout(model, layouts[0], **train)
+    meshes[layout, turns_back(run.layout)] = Mesh(world, layout, turns_back(run.layout))
+    _, trained = trace(run, meshes[layout, turns_back(run.layout)], MadeUp(run))
+    store = Checkpoints(root, keep=1, background=False, group=world.side, alarm=print)
+    store.save(1, trained.state(share=True), {})
+    found = store.find()
+    for words in layouts:
+        read[words] = empty(*in_layout(model, words, **train), world, meshes)
+        store.load(found, read[words].state(share=False))
+        read[words].loaded()
+    right = {words: everything(replica) for words, replica in read.items()}
+    assert all(
+        any(t.any() for (name, _), t in held.items() if name.startswith("exp_avg_sq/")) for held in right.values()
+    )
+    for start, end in product(layouts, layouts):
+        moved = empty(*in_layout(model, end, **train), world, meshes)
+        received[start, end] = reshard(read[start].state(share=False), moved.state(share=False), world)
+        moved.loaded()
+        ours = everything(moved)
+        assert ours.keys() == right[end].keys()
+        differing += [(start, end, key) for key, tensor in ours.items() if not torch.equal(tensor, right[end][key])]
+    for words, replica in read.items():
+        left = everything(replica)
+        differing += [(words, "left", key) for key in left if not torch.equal(left[key], right[words][key])]
     return differing, received
 
 
