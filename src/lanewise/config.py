@@ -131,7 +131,7 @@ class Layout(Section):
     recompute_stages: tuple[Annotated[int, Field(ge=0)], ...] = free((), "stages that recompute; empty: all of them")
     axes: str = free("", "axes inside a replica with their degrees, as in 'pp2.tp2'; 'auto': planned at launch")
     adaptive: bool = free(
-        False, "with axes=auto: a resumed run takes a better layout, not the one it had if that can be"
+        False, "take a better layout: in a live run at a commit, and with axes=auto when it is resumed"
     )
     offload: bool = free(False, "with fsdp: weights, gradients and optimizer state in host memory")
     schedule: Literal["gpipe", "1f1b", "interleaved", "looped-bfs", "interleaved-zb", "zbv", "dualpipev"] = free(

@@ -9,7 +9,7 @@ from lanewise.config import Run
 if TYPE_CHECKING:
     from lanewise.elastic.status import Status
     from lanewise.elastic.world import World
-    from lanewise.trainer import StopRequest
+    from lanewise.stop import StopRequest
 
 
 @dataclass(frozen=True)

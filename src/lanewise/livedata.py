@@ -20,7 +20,7 @@ from lanewise.elastic.world import World
 from lanewise.job import Job
 
 if TYPE_CHECKING:
-    from lanewise.trainer import StopRequest
+    from lanewise.stop import StopRequest
 
 PAUSE = 0.2  # seconds between two looks for more
 LAST = 5.0  # seconds the sealing thread has for its last commit

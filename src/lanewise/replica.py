@@ -26,9 +26,10 @@ from lanewise.parallel.pipeline import Microbatch, Pipeline
 
 
 class Replica:
-    """Takes this rank's part of the model (`parallel.build`), and gives it its keyed initial weights."""
+    """Takes this rank's part of the model (`parallel.build`), and gives it its keyed initial weights, unless
+    `initialise` is False: its state comes from elsewhere, and is zero till then."""
 
-    def __init__(self, run: Run, model: LanguageModel, mesh: Mesh) -> None:
+    def __init__(self, run: Run, model: LanguageModel, mesh: Mesh, initialise: bool = True) -> None:
         self.run, self.model, self.mesh = run, model, mesh
         table = self.model.table()
         self.parameter_names = {name for spec in table for name in (spec.name, *spec.aliases)}
@@ -52,7 +53,8 @@ class Replica:
         shape = run.batch.lanes, run.batch.microbatches, mesh.parts
         losses = torch.zeros(shape, dtype=torch.float64, device=mesh.world.device)
         self.slot_losses = losses if run.data.record_losses else None
-        self._initialise(run.train.seed)
+        if initialise:
+            self._initialise(run.train.seed)
         if run.train.compile:
             for module in self.model.blocks():
                 module.compile()

@@ -37,6 +37,11 @@ def open_run(run: Run, out: Path, resume: str, data: Path) -> BinaryIO:
     return lock
 
 
+def rewrite(run: Run, out: Path) -> None:
+    """The run goes on with other settings that do not define its bits. Raises OSError; then the old file is whole."""
+    _write(out / "run.toml", dump(run).encode())
+
+
 def _lock(out: Path) -> BinaryIO:
     """The lock dies with its process, so the file may stay."""
     file = (out / ".lock").open("ab")

@@ -78,7 +78,7 @@ def _learn(job: "Job", workers: int, planned: bool, arguments: argparse.Namespac
     if not planned and not is_probed(job.run.data.cache):
         return
 
-    row = record(job.run, workers, job.out)
+    row = record(config.load(job.out / "run.toml"), workers, job.out)  # the layout may have changed
     if row is not None:
         off = row["predicted_s"] / row["measured_s"] - 1
         text = f"a step took {row['measured_s']:.3g} s; the planner said {row['predicted_s']:.3g} s ({off:+.0%})"

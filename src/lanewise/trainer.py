@@ -3,23 +3,19 @@
 Before the commit nothing has changed, after it everything has, on every replica.
 """
 
-import signal
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from lanewise import config
-from lanewise.checkpoint.locate import locate
-from lanewise.checkpoint.manifest import Manifest
-from lanewise.checkpoint.store import Checkpoints, Found
+from lanewise.checkpoint.store import Checkpoints
 from lanewise.data.dataset import Dataset
 from lanewise.data.live import Live, is_stream
 from lanewise.data.stages import Feed
 from lanewise.data.tokenizer import load
-from lanewise.elastic.status import Board, Status
+from lanewise.elastic.status import Status
 from lanewise.elastic.world import World
 from lanewise.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE
 from lanewise.evaluation import evaluate
@@ -30,36 +26,17 @@ from lanewise.livedata import LiveData
 from lanewise.observe.display import make_display
 from lanewise.observe.records import Events, JsonLines, cut_after, plain
 from lanewise.observe.slots import SlotRecords
-from lanewise.origin import check_origin, what_it_holds
+from lanewise.origin import check_origin, checkpoint_to_resume, what_it_holds
 from lanewise.parallel.build import build_part
 from lanewise.parallel.layout import Layout
 from lanewise.parallel.mesh import Mesh
 from lanewise.parallel.stages import turns_back
 from lanewise.parallel.sync import first_difference
+from lanewise.planner.adaptive import Adviser
 from lanewise.replica import Replica
 from lanewise.schedule import learning_rate
-
-
-class StopRequest:
-    """Asked by any of the given signals, or by the launcher; the run then finishes its step and stops.
-
-    A second Ctrl-C kills. A second SIGTERM does not: whoever stops a whole group of processes may well send each of
-    them two, one directly and one through its launcher.
-    """
-
-    def __init__(self, *signals: signal.Signals, board: Board | None = None) -> None:
-        self.signalled, self.board = False, board
-        for number in signals:
-            signal.signal(number, self._handle)
-
-    def _handle(self, number: int, _frame: object) -> None:
-        self.signalled = True
-        if number == signal.SIGINT:
-            signal.signal(number, signal.SIG_DFL)
-
-    @property
-    def asked(self) -> bool:
-        return self.signalled or (self.board is not None and self.board.stop_asked)
+from lanewise.stop import StopRequest
+from lanewise.switching import switch
 
 
 @dataclass
@@ -87,12 +64,13 @@ class Trainer:
         self.live = LiveData(job, world, stop, self.display.note) if is_stream(self.run.data.source) else None
         self.dataset = self.live.dataset if self.live else Dataset(job.data, *settings)
         self.steps = self.dataset.steps(self.run.train.steps)
-        self.mesh = Mesh(world, Layout.parse(self.run.layout.axes), turns_back(self.run.layout))
-        self.replica = Replica(self.run, build_part(self.run, self.mesh), self.mesh)
+        self.meshes: dict[tuple[Layout, bool], Mesh] = {}  # groups of a layout that was left wait for its return
+        self.replica = self.make_replica(self.run)
         self.feed = Feed(self.dataset, self.replica.reducer.mine, self.run.data, self.run.batch)
         self.progress = Progress()
         self.saved = -1  # step of the newest checkpoint
         self.events = Events(job.out / "events.jsonl" if self.prints else None, self.display.note)
+        self.adviser: Adviser | None = None
         self.checkpoints = Checkpoints(
             job.out / "checkpoints",
             keep=self.run.checkpoint.keep,
@@ -102,12 +80,27 @@ class Trainer:
             published=self._published,
         )
 
+    @property
+    def mesh(self) -> Mesh:
+        return self.replica.mesh
+
+    def make_replica(self, run: config.Run, initialise: bool = True) -> Replica:
+        """This rank's part of one in the run's layout."""
+        key = Layout.parse(run.layout.axes), turns_back(run.layout)
+        if key not in self.meshes:
+            self.meshes[key] = Mesh(self.world, *key)
+        return Replica(run, build_part(run, self.meshes[key]), self.meshes[key], initialise)
+
     def train(self) -> int:
         """Run to the end, to `until`, or to a stop request; returns the exit code."""
         self._resume()
         self._open_records()
-        for member in self.world.members(self.mesh.replica):
+        members = self.world.members(self.mesh.replica)
+        for member in members:
             self.events.write("joined", **member)
+        here = self.world.device.type == "cpu" and len({member["host"] for member in members}) == 1
+        if self.prints and here and self.world.size > 1:  # the planner knows the cores of this machine, and no others
+            self.adviser = Adviser(self.run, self.world.size, self.events.write, self.display.note)
         for note in self.dataset.notes:
             self.display.note(note)
         self.display.start(self.progress.step, self.steps)
@@ -123,7 +116,7 @@ class Trainer:
         return code
 
     def _loop(self, last: int) -> int:
-        code = EXIT_DONE
+        code, self.last = EXIT_DONE, last
         if self.progress.step == 0:
             self._evaluate()
         while self.progress.step < last:
@@ -141,8 +134,10 @@ class Trainer:
                 code = EXIT_RESUMABLE
                 break
             if _due(self.run.checkpoint.every, step):
-                self._save()
-        self._save()
+                self.save()
+            if verdict.switch and step < last:
+                switch(self)
+        self.save()
         if not self.checkpoints.wait() and code == EXIT_DONE:
             code = EXIT_FAILED
         return code
@@ -155,7 +150,8 @@ class Trainer:
         self.events.step = step
         ballot = self.replica.compute(step, self.feed.slot, self.status.enter)
         self.status.enter("exchange")
-        verdict, chunks = self.replica.voter.vote(ballot, self.replica.reducer.finish(), self.stop.asked)
+        switches = self.adviser is not None and self.adviser.choice is not None
+        verdict, chunks = self.replica.voter.vote(ballot, self.replica.reducer.finish(), self.stop.asked, switches)
         self.status.enter("commit")
         lr = self._learning_rate()
         if verdict.finite and verdict.tokens:
@@ -231,6 +227,8 @@ class Trainer:
         self.metrics.write(record)
         self.display.step(record)
         self.slots.write(self.progress.step, losses)
+        if self.adviser is not None:
+            self.adviser.step(seconds - stages["wait"], self.last - self.progress.step)
 
     def _evaluate(self) -> None:
         size, limit = self.run.batch.size, self.run.eval.sequences
@@ -261,7 +259,7 @@ class Trainer:
 
     # --------------------------------------------------------------------------------------------- stop and resume
 
-    def _save(self) -> None:
+    def save(self) -> None:
         """Checkpoint this step, unless the last one is of this step already."""
         if self.saved == self.progress.step:
             return
@@ -285,7 +283,7 @@ class Trainer:
 
     def _resume(self) -> None:
         """Go on from the newest good checkpoint of this run, or from the one that was named."""
-        found = self._checkpoint_to_resume()
+        found = checkpoint_to_resume(self.job, self.checkpoints)
         if found is None:
             return
         check_origin(found.meta, self.run, self.dataset.identity)
@@ -301,14 +299,3 @@ class Trainer:
             )
         self.events.step = self.progress.step
         self.display.note(f"resuming after step {self.progress.step} from {found.path}")
-
-    def _checkpoint_to_resume(self) -> Found | None:
-        """A folder with checkpoints of its own goes on from them: a command that names another run's checkpoint can
-        be given again after a preemption."""
-        named = None if self.job.resume in ("auto", "never") else Path(self.job.resume)
-        is_own = named is not None and named.absolute().is_relative_to(self.job.out.absolute())
-        found = None if is_own else self.checkpoints.find()
-        if found is None and named is not None:
-            path = locate(named)
-            found = Found(path, Manifest.read(path))
-        return found

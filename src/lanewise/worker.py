@@ -20,7 +20,7 @@ from lanewise.elastic.launcher import Report
 from lanewise.elastic.status import Board, Status
 from lanewise.elastic.world import World, connect, local_store, store_of
 from lanewise.errors import EXIT_FAILED, EXIT_USER, UserError
-from lanewise.trainer import StopRequest
+from lanewise.stop import StopRequest
 
 MOST_MESSAGE = 1000  # characters
 MOST_TRACEBACK = 10_000  # characters; a pipe holds 64 KB

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from lanewise.elastic.status import Board, Status
-from lanewise.trainer import StopRequest
+from lanewise.stop import StopRequest
 
 
 def test_the_launcher_reads_each_rank() -> None:

@@ -8,7 +8,7 @@ import time
 from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
-PHASES = ("start", "data", "forward", "backward", "exchange", "commit", "evaluate", "checkpoint", "end")
+PHASES = ("start", "data", "forward", "backward", "exchange", "commit", "evaluate", "checkpoint", "switch", "end")
 _FIELDS = 4  # step, phase, time, finished
 
 

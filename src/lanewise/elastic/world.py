@@ -2,10 +2,12 @@
 
 import os
 import socket
+from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -37,6 +39,17 @@ class World:
             dist.all_gather_object(values, value, group=patient)
             dist.destroy_process_group(patient)
         return values
+
+    def room(self, host: bool) -> float:
+        """Bytes of memory (the devices', or the hosts') that each rank can still have where that is least; ranks on one
+        share what is free there."""
+        if self.device.type == "cuda" and not host:
+            mine = f"{socket.gethostname()} {self.device}", torch.cuda.mem_get_info(self.device)[0]
+        else:
+            mine = socket.gethostname(), psutil.virtual_memory().available
+        everyone = self.gather(mine)
+        sharing = Counter(where for where, _ in everyone)
+        return min(free / sharing[where] for where, free in everyone)
 
     def members(self, replica: int) -> list[dict[str, Any]]:
         """Who takes part: rank, pid, host and replica of each process, by rank."""

@@ -62,9 +62,11 @@ class Reducer:
         self.sums = [bucket_sum for uses in self.uses for bucket_sum in uses]
         self._launched = 0
         self._slots = defaultdict[int, int](int)  # that have begun, by stage
-        for bucket_sum in self.sums:
-            for index, leaf in enumerate(bucket_sum.leaves):
-                leaf.register_post_accumulate_grad_hook(self._hook(bucket_sum, index))
+        self.hooks = [
+            leaf.register_post_accumulate_grad_hook(self._hook(bucket_sum, index))
+            for bucket_sum in self.sums
+            for index, leaf in enumerate(bucket_sum.leaves)
+        ]
 
     def _hook(self, bucket_sum: "_BucketSum", index: int) -> Callable[[Tensor], None]:
         def arrived(leaf: Tensor) -> None:
@@ -74,6 +76,11 @@ class Reducer:
                 self._launch()
 
         return arrived
+
+    def close(self) -> None:
+        """Let go of the parameters, whose hooks point back here where Python's garbage collector cannot see it."""
+        for hook in self.hooks:
+            hook.remove()
 
     def begin(self, lane: int, k: int, stage: int = 0) -> None:
         """Before the backward of microbatch `k` of `lane` in a stage."""

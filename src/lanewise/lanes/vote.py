@@ -21,6 +21,7 @@ class Verdict:
 
     loss: mean loss of a valid token; gradient_norm: of the mean gradient, before clipping (both may be non-finite).
     tokens: valid labels in the step. counts: tokens sent to each expert, [moe layers, experts] int64, or None.
+    stop, switch: whether any rank asks to stop, or has another layout for all.
     """
 
     loss: float
@@ -28,6 +29,7 @@ class Verdict:
     tokens: int
     counts: Tensor | None
     stop: bool
+    switch: bool
 
     @property
     def finite(self) -> bool:
@@ -70,7 +72,9 @@ class Voter:
         positions, self.blocks = norm_positions(buckets, numels)
         self.trained = [(b, at) for b, at in zip(buckets, positions, strict=True) if b.trainable]
 
-    def vote(self, ballot: Ballot, chunks: Iterable[Tensor], stop: bool) -> tuple[Verdict, list[Tensor]]:
+    def vote(
+        self, ballot: Ballot, chunks: Iterable[Tensor], stop: bool, switch: bool = False
+    ) -> tuple[Verdict, list[Tensor]]:
         """The verdict, and the reduced chunks, which are looked at as they arrive.
 
         Raises no error on non-finite numbers: they reach every replica and the step is void on all of them.
@@ -83,19 +87,20 @@ class Voter:
             real = mine >= 0
             squares[mine[real]] = block_squares(chunk, bucket.block)[real]
             arrived.append(chunk)
-        flag = ballot.loss.new_tensor([float(stop)])
+        flags = ballot.loss.new_tensor([float(stop), float(switch)])
         counts = [] if ballot.counts is None else [ballot.counts.flatten()]
-        parts = [ballot.loss.flatten(), ballot.tokens, flag, squares, *counts]
+        parts = [ballot.loss.flatten(), ballot.tokens, flags, squares, *counts]
         numbers = torch.cat(parts)
         if self.group is not None:
             dist.all_reduce(numbers, group=self.group)
-        losses, tokens, flag, squares, *counts = numbers.split([p.numel() for p in parts])
+        losses, tokens, flags, squares, *counts = numbers.split([p.numel() for p in parts])
         valid = int(tokens.sum().item())
         verdict = Verdict(
             loss=losses.sum().item() / max(valid, 1),
             gradient_norm=squares.sum().sqrt().item() / max(valid, 1),
             tokens=valid,
             counts=counts[0].view_as(ballot.counts).to(torch.int64) if ballot.counts is not None else None,
-            stop=flag.item() > 0,
+            stop=flags[0].item() > 0,
+            switch=flags[1].item() > 0,
         )
         return verdict, arrived

@@ -15,7 +15,7 @@ from lanewise.errors import UserError
 from lanewise.parallel.layout import Layout
 from lanewise.planner.explain import against, nothing_fits
 from lanewise.planner.machine import is_probed, place
-from lanewise.planner.search import Plan, explore, rank
+from lanewise.planner.search import Plan, Space, explore, rank
 
 AUTO = "auto"
 
@@ -25,10 +25,9 @@ def settle(run: Run, workers: int, before: Run | None = None) -> tuple[Run, list
 
     before: the same run as it was started last, if it goes on. Raises UserError: none fits.
     """
+    batch = run.batch
     space = explore(run, place(None, workers, run, guess=True), run.model.vocab_size or run.data.vocab_size)
-    c, batch = space.choice, run.batch
-    same = (c.micro * c.fsdp * c.ep == batch.size) & (batch.lanes % np.maximum(space.replicas, 1) == 0)
-    plans = rank(replace(space, fits=space.fits & same))
+    plans = rank(keeping_batch(space))
     if not plans:
         if not space.fits.any():
             raise UserError(nothing_fits(space))
@@ -54,6 +53,13 @@ def settle(run: Run, workers: int, before: Run | None = None) -> tuple[Run, list
     if not is_probed(run.data.cache):
         lines.append("this machine is not measured, these are a usual one's numbers: `lanewise probe` takes a minute")
     return run.model_copy(update={"layout": run.layout.model_copy(update=settings)}), lines
+
+
+def keeping_batch(space: Space) -> Space:
+    """Only candidates that leave the lanes and the size of a microbatch as they are."""
+    c, batch = space.choice, space.run.batch
+    same = (c.micro * c.fsdp * c.ep == batch.size) & (batch.lanes % np.maximum(space.replicas, 1) == 0)
+    return replace(space, fits=space.fits & same)
 
 
 def _said(plan: Plan, how: str) -> str:

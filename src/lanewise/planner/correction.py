@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -62,6 +62,10 @@ class Correction:
     def save(self, path: Path) -> None:
         arrays: dict[str, Any] = {name: np.asarray(getattr(self, name), dtype=np.float32) for name in _ARRAYS}
         np.savez_compressed(path, spread=self.spread, about=json.dumps(self.about), **arrays)
+
+
+class Learned(Protocol):
+    def predict(self, features_NF: Floats) -> Corrected: ...
 
 
 _ARRAYS = ("mean", "points", "root", "weights", "covariance")

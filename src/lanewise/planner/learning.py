@@ -11,6 +11,8 @@ from lanewise.planner.correction import POINTS, Correction, fit
 
 if TYPE_CHECKING:
     from lanewise.config import Run
+    from lanewise.planner.machine import Where
+    from lanewise.planner.search import Space
 
 ENOUGH = 8  # runs before they say anything
 SETTLED = 5  # steps that a run must have done
@@ -42,48 +44,83 @@ def learned(cache: str) -> Correction | None:
 
 
 def record(run: "Run", workers: int, out: Path) -> dict[str, Any] | None:
-    """What the run in `out` took, beside what was predicted; kept if this machine is probed. None: too few steps, or a
-    probe that cannot be read."""
+    """What the run in `out` took in its last layout, beside what was predicted; kept if this machine is probed. None:
+    too few steps, or a probe that cannot be read."""
     from lanewise.errors import UserError
-    from lanewise.planner.features import features
-    from lanewise.planner.machine import is_probed, place
-    from lanewise.planner.search import cost_out, fixed
+    from lanewise.planner.machine import place
 
-    measured = step_seconds(out / "metrics.jsonl")
+    measured = step_seconds(out / "metrics.jsonl", last_switch(out / "events.jsonl"))
     if measured is None:
         return None
     try:
         where = place(None, workers, run, guess=True)
     except UserError:  # a broken probe spoils a lesson, not a run that is done
         return None
+    row = lesson(run, where, measured)
+    keep(row, run.data.cache)
+    return row
+
+
+def as_it_is(run: "Run", where: "Where") -> "Space":
+    """The run's own layout, its only candidate."""
+    from lanewise.planner.search import fixed
+
     schedule = getattr(run.layout, "schedule", "1f1b")
     chunks = getattr(run.layout, "chunks", 0) or (1 if schedule in ("1f1b", "gpipe") else 2)
-    space = fixed(run, where, schedule, chunks)
+    return fixed(run, where, schedule, chunks)
+
+
+def lesson(run: "Run", where: "Where", measured: float) -> dict[str, Any]:
+    """What a step of a run took (seconds), beside what is predicted of its layout."""
+    from lanewise.planner.features import features
+    from lanewise.planner.search import cost_out
+
+    space = as_it_is(run, where)
     time = space.time(space.choice)
     x = features(space.model, space.choice, run.batch.sequence_length, space.cluster, space.precision, time)[0]
-    row = {
+    return {
         "features": x.tolist(),
         "analytic_s": float(np.atleast_1d(time.total)[0]),
         "predicted_s": cost_out(space, np.array([0]))[0].step,
         "measured_s": measured,
     }
-    if not is_probed(run.data.cache):
-        return row
-    path = runs_path(run.data.cache)
+
+
+def keep(row: dict[str, Any], cache: str) -> None:
+    """For later plans, if this machine is probed: what was predicted from another one's numbers teaches nothing."""
+    from lanewise.planner.machine import is_probed
+
+    if not is_probed(cache):
+        return
+    path = runs_path(cache)
     with contextlib.suppress(OSError):  # a cache that cannot be written costs a lesson, not the run
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
-    return row
 
 
-def step_seconds(metrics: Path) -> float | None:
-    """The median time between commits of the last start of a run, the first step left out (it warms up)."""
+def step_seconds(metrics: Path, after: int = 0) -> float | None:
+    """The median time between commits of the last start of a run, the first step left out (it warms up), of the steps
+    after step `after`."""
     times: list[float] = []
     for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else ():
         try:
-            times.append(float(json.loads(line)["time"]))
+            row = json.loads(line)
+            if row["step"] > after:
+                times.append(float(row["time"]))
         except (ValueError, KeyError, TypeError):
             continue
     apart = np.diff(times)[1:]
     return float(np.median(apart)) if len(apart) >= SETTLED else None
+
+
+def last_switch(events: Path) -> int:
+    """The step after which a run last changed its layout; 0: never."""
+    step = 0
+    for line in events.read_text(encoding="utf-8").splitlines() if events.is_file() else ():
+        try:
+            event = json.loads(line)
+            step = int(event["step"]) if event["event"] == "switched" else step
+        except (ValueError, KeyError, TypeError):
+            continue
+    return step

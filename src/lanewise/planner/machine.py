@@ -14,7 +14,7 @@ from lanewise.config import Run
 from lanewise.errors import UserError
 from lanewise.planner.choice import Floats
 from lanewise.planner.cluster import Cluster, read_cluster
-from lanewise.planner.correction import Corrected, Correction, shipped
+from lanewise.planner.correction import Corrected, Learned, shipped
 from lanewise.planner.cost import Rates
 from lanewise.planner.hardware import Device
 from lanewise.planner.learning import learned
@@ -29,7 +29,7 @@ class Where(NamedTuple):
     cluster: Cluster
     engine: Engine = OURS
     rates: Rates | None = None
-    correction: Correction | None = None
+    correction: Learned | None = None
 
     def correct(self, features: Floats) -> Corrected:
         """What is learned of such runs: from this machine's own, or from published ones. What nothing like it was
