@@ -144,7 +144,7 @@ def test_the_cut_of_a_pipeline_is_as_even_as_the_exact_one(preset, ranks):
     exact = stages(model, ranks)
     costs = [sum(layer_cost(model, index) for index in stage) for stage in exact]
     costs[-1] += end_cost(model)
-    most, last, uneven = (float(number[0]) for number in cut(describe(model), ranks))
+    most, last, uneven = (float(number) for number in cut(describe(model), ranks))
     assert uneven == pytest.approx(max(costs) * ranks / sum(costs) - 1, abs=0.12)
     if ranks > 1:
         assert abs(last - model.layers + exact[-1].start - getattr(model, "mtp_layers", 0)) <= 1
