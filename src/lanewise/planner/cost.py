@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lanewise.planner.choice import SCHEDULES, Choice, Number
+from lanewise.planner.choice import SCHEDULES, Choice, Number, among
 from lanewise.planner.cluster import Cluster
 from lanewise.planner.model import Transformer
 
@@ -138,7 +138,7 @@ def step_time(
     # a pipeline's first and last microbatch, and stages that are not equal
     uneven = np.ceil(blocks) * c.pp / model.blocks - 1
     idle = (c.pp - 1) / (c.count * c.chunks)
-    idle = np.where(np.isin(c.schedule, ZERO_BUBBLE), idle / 3, idle)
+    idle = np.where(among(c.schedule, ZERO_BUBBLE), idle / 3, idle)
     state = c.micro * sequence / c.cp / c.tp * model.hidden * STORED[precision]
     hop = state / (cluster.inter * rates.network) * 0.5 + cluster.latency[1]
     handed = 2 * c.count * c.chunks * hop
