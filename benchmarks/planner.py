@@ -60,8 +60,8 @@ def runs(folder: Path) -> None:
     for title, group in (("source", lambda s: s), ("publisher", publisher)):
         learned = found + single[::EVERY]
         ratio, x = ratios(learned)
-        groups = [group(case.source) for case in learned]
-        off, deviation = correction.held_out(x, ratio, groups)
+        sources = [case.source for case in learned]
+        off, deviation = correction.held_out(x, ratio, sources, list(map(group, sources)))
         errors = np.abs(np.exp(-off) - 1)[: len(found)]
         spread = correction.shipped().spread
         inside = np.mean(np.abs(off[: len(found)]) <= spread * deviation[: len(found)])
@@ -69,18 +69,11 @@ def runs(folder: Path) -> None:
         line(f"constant MFU, {title} left out", constant_mfu(found, group))
         if title == "source":
             worst = np.argsort(-errors)[:10]
-    ratio, x = ratios(single)
-    alone = ["one node"] * len(x[::EVERY])
-    published_ratio, published_x = ratios(found)
-    held, _ = correction.held_out(
-        np.concatenate((x[::EVERY], published_x)),
-        np.concatenate((ratio[::EVERY], published_ratio)),
-        # its publisher's other table goes with it
-        alone + ["one node" if c.source.startswith(single[0].source.split()[0]) else c.source for c in found],
-    )
-    line("one A100 node, its publisher left out", np.abs(np.exp(-held[: len(x[::EVERY])]) - 1))
+        else:
+            line(f"one A100 node, {title} left out", np.abs(np.exp(-off[len(found) :]) - 1))
+    ratio, _ = ratios(single)
     line("one A100 node, analytic alone", np.abs(np.exp(-ratio) - 1))
-    line("published, analytic alone", np.abs(np.exp(-published_ratio) - 1))
+    line("published, analytic alone", np.abs(np.exp(-ratios(found)[0]) - 1))
     print(f"\nrefused: {len(refused)}, for: {sorted({reason for _, reason in refused})}")
     print("\nthe ten worst")
     for i in worst:
@@ -172,7 +165,8 @@ def fit(folder: Path) -> None:
     learned = found + single[::EVERY]
     ratio, x = ratios(learned)
     about = {"fitted": str(today), "runs": len(learned), "method": "Gaussian process with inducing points"}
-    correction.fit(x, ratio, [case.source for case in learned], about).save(correction.SHIPPED)
+    sources = [case.source for case in learned]
+    correction.fit(x, ratio, sources, list(map(publisher, sources)), about).save(correction.SHIPPED)
     correction.shipped.cache_clear()
 
 

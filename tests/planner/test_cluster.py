@@ -24,6 +24,7 @@ def test_short_form(text, device, count):
     [
         ("H100-80GB-SXM (GCP A3)", "H100"), ("A100-40GB", "A100 40GB"), ("A100 (DGX-A100)", "A100"),
         ("H100 96GB HBM2e 500W", "H100 96GB"), ("tpu v5p", "TPU V5P"), ("GB200", "GB200"),
+        ("Gaudi 3", "GAUDI3"), ("A100 40 GB", "A100 40GB"), ("RTX A6000", "A6000"), ("AMD Instinct MI250X", "MI250X"),
     ],
 )  # fmt: skip
 def test_free_names(name, device):

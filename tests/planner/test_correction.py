@@ -19,7 +19,7 @@ def made_up(seed: int, runs: int = 300):
 def test_learns_what_is_there_and_its_intervals_hold():
     pytest.importorskip("sklearn")
     x, y, sources = made_up(0)
-    fitted = correction.fit(x, y, sources, {})
+    fitted = correction.fit(x, y, sources, sources, {})
     new_x, new_y, _ = made_up(1)
     found = fitted.predict(new_x)
     assert np.median(np.abs(np.log(found.factor) - new_y)) < 0.1 < np.median(np.abs(new_y))
@@ -31,22 +31,34 @@ def test_learns_what_is_there_and_its_intervals_hold():
 def test_says_when_it_extrapolates():
     pytest.importorskip("sklearn")
     x, y, sources = made_up(0)
-    fitted = correction.fit(x, y, sources, {})
+    fitted = correction.fit(x, y, sources, sources, {})
     near, far = fitted.predict(x[:1]), fitted.predict(np.full((1, 4), 40.0))
     assert far.far[0]
     assert far.high[0] / far.low[0] > near.high[0] / near.low[0]
 
 
-def test_leaving_out_in_closed_form_is_leaving_out():
-    """One source is left out by fitting without it."""
+def test_leaving_out_is_fitting_without():
+    """Few runs are their own inducing points, so the points stay out of the comparison."""
     x, y, sources = made_up(2, runs=60)
-    basis = np.concatenate((x, np.ones((60, 1))), axis=1)
-    off, _ = correction.leave_out(basis, y, sources)
-    names = np.asarray(sources)
-    kept, left = names != "s3", names == "s3"
-    noise = correction.OFFSET * (names[kept][:, None] == names[kept]) + correction.NOISE * np.eye(kept.sum())
-    weights = basis[kept].T @ np.linalg.solve(basis[kept] @ basis[kept].T + noise, y[kept])
-    assert off[left] == pytest.approx(y[left] - basis[left] @ weights, abs=1e-9)
+    off, _ = correction.held_out(x, y, sources, sources)
+    off_again, _ = correction.held_out(x, np.where(np.asarray(sources) == "s3", 9.0, y), sources, sources)
+    left = np.asarray(sources) == "s3"
+    assert off_again[left] == pytest.approx(off[left] + 9.0 - y[left]), "a prediction does not see what is left out"
+    assert np.median(np.abs(off)) < 0.15 < np.median(np.abs(y))
+
+
+def test_a_run_that_the_others_do_not_bear_out_counts_for_less():
+    pytest.importorskip("sklearn")
+    x, y, sources = made_up(3)
+    new_x, new_y, _ = made_up(4)
+    slow = np.arange(len(y)) % 12 == 0
+    wrong = {}
+    for heavy in (correction.HEAVY, 1e9):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(correction, "HEAVY", heavy)
+            fitted = correction.fit(x, np.where(slow, y + 2.0, y), sources, sources, {})
+        wrong[heavy] = np.median(np.abs(np.log(fitted.predict(new_x).factor) - new_y))
+    assert wrong[correction.HEAVY] < 0.6 * wrong[1e9]
 
 
 def test_what_is_shipped_holds_no_run():

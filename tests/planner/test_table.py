@@ -4,6 +4,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lanewise.cli.main import main
@@ -91,6 +92,61 @@ def test_numbers_as_people_write_them(tmp_path):
         tmp_path, ROW, ROW | {"seq_len": "8k", "n_gpus": '"16,384"', "params_B": "~405B", "tp": "8.0", "gpu": "8xH100"}
     )
     assert said == plain | {"ignored": []}
+    units = {"n_gpus": "2048x8", "gpus_per_node": "8 GPUs", "micro_batch": "1 "}
+    assert ask(tmp_path, ROW | units)[0] == plain
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_hostile_tables_are_answered(tmp_path, seed):
+    """Any cells in any columns: each answer is finite and lies in its interval, or has a reason."""
+    random = np.random.default_rng(seed)
+    odd = [
+        "",
+        "0",
+        "-1",
+        "1e9",
+        "1e300",
+        "inf",
+        "80GB",
+        "1.5 s",
+        "4k",
+        "2x8",
+        "x",
+        "8-16",
+        "1e-9",
+        "0x10",
+        "true",
+        "full",
+    ]
+    devices = [
+        "GH200",
+        "MI250X",
+        "RTX 4090",
+        "Gaudi 2",
+        "Trainium2",
+        "L40S",
+        "A800",
+        "H20",
+        "TPU v6e",
+        "K80",
+        "8x H100",
+    ]
+    rows = []
+    for _ in range(100):
+        cells = random.choice(sorted(set(ROW) - {"gpu"}), random.integers(12), replace=False)
+        rows.append(ROW | {"gpu": str(random.choice(devices))} | {str(cell): str(random.choice(odd)) for cell in cells})
+    for what in ("runs", "memory"):
+        *found, summary = ask(tmp_path, *rows, what=what)
+        json.dumps([found, summary], allow_nan=False)
+        for row, answer in zip(rows, found, strict=True):
+            if row["gpu"] == "K80":
+                assert "unknown device" in answer["refused"]
+            elif answer["refused"] is None:
+                assert 0 < answer["low"] <= answer["predicted_step_s"] <= answer["high"] < math.inf
+                assert 0 < answer["predicted_mem_GB"] < 1e6
+            else:
+                assert "nothing tells the size" in answer["refused"] or "no finite" in answer["refused"]
+        assert sum(answer["refused"] is None for answer in found) > 70
 
 
 def test_sizes_in_names():

@@ -1,5 +1,6 @@
 """What a plan chooses. Every field is a number or an array of them: one choice, or many at once."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,6 +12,11 @@ Floats = NDArray[np.floating[Any]]
 
 RECOMPUTE = ("none", "selective", "full")
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs", "interleaved-zb", "zbv", "dualpipev")
+
+
+def among(schedule: Number, kinds: Sequence[int]) -> Number:
+    """Whether it is one of them (`np.isin`, which takes longer than the rest of a single prediction)."""
+    return np.logical_or.reduce([schedule == kind for kind in kinds])
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lanewise.planner.choice import SCHEDULES, Choice, Number
+from lanewise.planner.choice import SCHEDULES, Choice, Number, among
 from lanewise.planner.cluster import Cluster
 from lanewise.planner.model import Transformer
 from lanewise.planner.stages import cut
@@ -150,7 +150,7 @@ def step_time(
     # a pipeline's first and last microbatch, and stages that are not equal
     uneven = np.ceil(blocks) * c.pp / model.blocks - 1 if rates.costs is None else cut(model, c.pp)[2] / c.chunks
     idle = (c.pp - 1) / (c.count * c.chunks)
-    idle = np.where(np.isin(c.schedule, ZERO_BUBBLE), idle / 3, idle)
+    idle = np.where(among(c.schedule, ZERO_BUBBLE), idle / 3, idle)
     bubble = np.where(c.pp > 1, steady * (rates.bubble * idle + rates.uneven * uneven) + handed, 0.0)
 
     own, experts = _parameters(model, c)

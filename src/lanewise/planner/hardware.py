@@ -4,6 +4,7 @@ import re
 import tomllib
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,11 @@ def find_device(name: str) -> Device:
 
     All words of a known device's name must be among those of `name`, apart or in one; the longest such wins.
     """
-    words = set(re.findall(r"[A-Z0-9]+", re.sub(r"\b\d+ ?X ?(?=[A-Z])", "", name.upper())))
+    said = re.findall(r"[A-Z0-9]+", re.sub(r"\b\d+ ?X ?(?=[A-Z])", "", name.upper()))
+    words = {
+        *said,
+        *(one + two for one, two in pairwise(said) if two.isdigit() or two == "GB"),
+    }  # `Gaudi 3` is `GAUDI3`
     known = [d for d in devices().values() if set(d.name.split()) <= words or d.name.replace(" ", "") in words]
     if not known:
         raise UserError(

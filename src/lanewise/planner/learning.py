@@ -40,7 +40,8 @@ def learned(cache: str) -> Correction | None:
     if len(rows) < ENOUGH:
         return None
     x = np.array([features for features, _ in rows])
-    return fit(x, np.array([ratio for _, ratio in rows]), [str(i) for i in range(len(rows))], {"runs": len(rows)})
+    names = [str(i) for i in range(len(rows))]
+    return fit(x, np.array([ratio for _, ratio in rows]), names, names, {"runs": len(rows)})
 
 
 def record(run: "Run", workers: int, out: Path) -> dict[str, Any] | None:

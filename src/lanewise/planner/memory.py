@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from lanewise.planner.choice import SCHEDULES, Choice, Number
+from lanewise.planner.choice import SCHEDULES, Choice, Number, among
 from lanewise.planner.model import Transformer
 from lanewise.planner.stages import cut
 
@@ -77,8 +77,8 @@ def in_flight(choice: Choice, stage: Number) -> Number:
     held = np.where(chunks > 1, np.maximum(looped, 1), plain)
     # zero-bubble keeps what weight gradients need for a while longer; the V-shaped ones fill all ranks alike
     held = np.where(choice.schedule == ZERO_BUBBLE, np.minimum(count, pp), held)
-    held = np.where(np.isin(choice.schedule, WAVE), np.minimum(count, pp), held)
-    held = np.where(np.isin(choice.schedule, ALL), count, held)
+    held = np.where(among(choice.schedule, WAVE), np.minimum(count, pp), held)
+    held = np.where(among(choice.schedule, ALL), count, held)
     return np.where(np.asarray(choice.flight) > 0, np.minimum(count, choice.flight), held)
 
 
@@ -112,7 +112,7 @@ def memory(model: Transformer, choice: Choice, sequence: int, engine: Engine = O
 def _stage(model: Transformer, choice: Choice, sequence: int, engine: Engine, place: int) -> Memory:
     """place: 0 the first stage of the pipeline, 1 the second, -1 the last; all of them are the one of no pipeline."""
     one = choice.pp == 1
-    wave = np.isin(choice.schedule, WAVE)  # the first rank of a V holds both ends
+    wave = among(choice.schedule, WAVE)  # the first rank of a V holds both ends
     blocks = np.ceil(model.blocks / choice.pp)
     if engine.tree:
         most, last, _ = cut(model, choice.pp)

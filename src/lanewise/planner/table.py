@@ -199,12 +199,15 @@ def _schedule(notes: str, chunks: float) -> str:
 
 
 def _number(text: str) -> float | None:
-    """`1,024`, `~8`, `4k` (1024 each) or `70B` (a cell in billions says 70); None: no number."""
-    match = re.fullmatch(r"[~<>=\u2248 ]*([\d.,]+(?:e[+-]?\d+)?) *([kb]?)", text.lower())
+    """`1,024`, `~8`, `4k` (1024 each), `2x8`, `8 GPUs`, `1.5 s`, `80GB` or `70B` (cells in billions say 70). None:
+    no number."""
+    match = re.fullmatch(
+        r"[~<>=\u2248 ]*(?:(\d+) ?x ?)?([\d.,]+(?:e[+-]?\d+)?) *(k|b|gb|s|sec|gpus?|tokens?)?", text.lower()
+    )
     if match is None:
         return None
     try:
-        return float(match[1].replace(",", "")) * (1024 if match[2] == "k" else 1)
+        return float(match[2].replace(",", "")) * int(match[1] or 1) * (1024 if match[3] == "k" else 1)
     except ValueError:
         return None
 
