@@ -62,6 +62,6 @@ def test_rates_and_links_are_in_order(name):
 @pytest.mark.parametrize("name", devices())
 def test_every_entry_names_a_source_one_can_look_up(name):
     source = devices()[name].source
-    short = re.findall(r"\[\d\]", source)
+    short = re.findall(r"\[\d+\]", source)
     assert short or re.search(r"\w\.\w+/|data sheet|whitepaper", source)
     assert all(re.search(rf"^# .*{re.escape(key)} \S", TEXT, re.MULTILINE) for key in short)

@@ -53,6 +53,7 @@ class Rates:
     issue: float = 0.0  # seconds a block's forward takes beyond its work, where the host is the device
     update: float = 1.0  # of the optimizer's way through memory, how long it takes
     issue_routed: float = 0.0  # the same of a block's routing
+    added: float = 0.0  # bytes a parameter to add a microbatch's gradient to those before, where no product does it
     costs: Costs | None = None  # of traffic, where it was measured on the machine itself; the links are then not used
 
 
@@ -157,8 +158,8 @@ def step_time(
     copies, expert_copies = _copies(c)
     split = c.zero >= 1
     owned = own / c.fsdp / np.where(split, copies, 1) + experts / c.fsdp / np.where(split, expert_copies, 1)
-    # through memory: 30 bytes a parameter to update it, and 12 to add its gradient to those before
-    added = (own + experts) / c.fsdp * c.count * 12.0
+    # through memory: 30 bytes a parameter to update it
+    added = (own + experts) / c.fsdp * c.count * rates.added
     optimizer = rates.update * (owned * 30.0 + added) / cluster.device.bandwidth + rates.fixed
     nodes = np.maximum(c.ranks / cluster.per_node, 1)
     jitter = rates.jitter * np.log2(nodes) * (steady + bubble)

@@ -24,7 +24,7 @@ from lanewise.planner.traffic import Costs, traffic
 UNIT = Rates(
     rows=0.0, launch=0.0, launch_routed=0.0, scores=0.0, products=1.0, attention=1.0, pointwise=1.0, head=1.0, link=1.0,
     network=1.0, hidden_tensor=0.0, hidden_expert=0.0, hidden_data=0.0, seen=1.0, bubble=1.0, uneven=1.0, jitter=0.0,
-    fixed=0.0,
+    fixed=0.0, added=12.0,  # read, read and written, in fp32
 )  # fmt: skip
 # Usual: factors on products, attention (measured instead), pointwise, head and optimizer, seconds of a
 # block and of its routing, rows that every product costs beyond its own, seconds of a step.

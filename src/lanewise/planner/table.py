@@ -130,10 +130,13 @@ def complete(row: Mapping[str, str]) -> Case:
     cluster = cluster_of(device, nodes, per_node)
     sequence = whole("seq_len", 2048)
     model = _model(cells)
-    dp = number("dp")
+    dp, batch = number("dp"), number("global_batch", most=1e9)
+    if pp > 1 and batch > 0 and not dp >= 1 and not number("tp") >= 1:
+        # nobody starves a pipeline: ranks of a node share microbatches until there are four for each stage
+        while tp < per_node and ranks >= 2 * tp * pp * cp and batch < 4 * pp * ranks / (tp * pp * cp):
+            tp *= 2
     data = dp if dp >= 1 else max(ranks / (tp * pp * cp), 1)
     data = max(min(data, ranks / (tp * pp * cp)), 1) if ranks >= tp * pp * cp else data
-    batch = number("global_batch", most=1e9)
     micro = number("micro_batch")
     if not batch > 0:
         count = 4.0 * pp if pp > 1 else 1.0
