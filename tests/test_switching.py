@@ -14,8 +14,8 @@ from lanewise.checkpoint.locate import locate
 from lanewise.checkpoint.manifest import Manifest
 from lanewise.parallel import prove
 from lanewise.planner.adaptive import Adviser, Switch
-from lanewise.planner.machine import probe_path
 from lanewise.planner.fit import UNIT
+from lanewise.planner.machine import probe_path
 from system import DEEPSEEK, DENSE, bits, hashes, records, sentences, settings, train, train_with, write_documents
 
 RATE = {"fp32": 5e10, "bf16": 1e11}

@@ -1,19 +1,23 @@
 """The fit of this machine's rates, from made-up measurements; and a plan from stored ones."""
 
 import json
+import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from lanewise import config
 from lanewise.cli.main import main
 from lanewise.errors import UserError
+from lanewise.lanes import wire
 from lanewise.parallel.layout import Layout, check
 from lanewise.planner import fit, machine, probe, resident, steps
 from lanewise.planner.auto import settle
 from lanewise.planner.cluster import Cluster
 from lanewise.planner.hardware import Device
 from lanewise.planner.machine import probe_path
+from lanewise.planner.traffic import traffic
 
 RATE = {"fp32": 5e10, "bf16": 1e11}
 DEVICE = Device("test", RATE, RATE, 1e12, 1e10, 1e9, 1, 1e9, 10.0)
@@ -140,3 +144,36 @@ def test_a_run_that_goes_on_keeps_its_layout_unless_it_is_adaptive(tmp_path):
     alone, why = settle(run, 1, best.model_copy(update={"layout": best.layout.model_copy(update={"axes": "tp2"})}))
     assert alone.layout.axes == ""
     assert "cannot be on 1 workers" in why[1]
+
+
+def test_traffic_is_what_a_step_sends():
+    """Bytes that leave a rank in a step, and messages; those that carry a few numbers are counted, roughly."""
+    runs = [probe.dense((2, 64, 128, 2, 64, 2), axes) for axes in ("", "tp2", "cp2", "fsdp2")]
+    runs += [probe.routed((2, 64, 64, 2, 64, 2, 4), axes) for axes in ("tp2", "ep2")]
+    counted = steps.on_two([], partial(_sent, runs))[1]
+    for run, (sent, messages) in zip(runs, counted["each"], strict=True):
+        space = fit.space_of(run, Cluster(DEVICE, 1, 2, 1e9, 1e9), replace(fit.UNIT, costs=fit.FREE))
+        said = traffic(space.model, space.choice, run.batch.sequence_length, 4.0).values()
+        if run.layout.axes != "tp2" or run.model.family == "dense":  # latents are summed over tp, too
+            assert sum(float(part.sent[0]) for part in said) == pytest.approx(sent, rel=0.15), run.layout.axes
+        assert sum(float(part.calls[0]) for part in said) == pytest.approx(messages, rel=0.35), run.layout.axes
+
+
+def _sent(runs, world):
+    """[bytes, messages] that leave this rank in a step of each run."""
+    plain, found = wire.exchange, []
+
+    def counting(sends, receives, group):
+        found[-1] += [m.tensor.numel() * m.tensor.element_size() for m in sends]
+        return plain(sends, receives, group)
+
+    for module in [m for name, m in sys.modules.items() if name.startswith("lanewise.")]:
+        if getattr(module, "exchange", None) is plain:
+            module.exchange = counting
+    for run in runs:
+        found.append([])
+        step = steps.Step(run, world)
+        step()
+        found[-1].clear()
+        step()
+    return {"each": [[sum(sizes), len(sizes)] for sizes in found]}

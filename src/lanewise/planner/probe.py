@@ -42,9 +42,9 @@ ROUTED = (  # the same with experts: layers, hidden, feed-forward of an expert, 
     (4, 256, 192, 4, 128, 1, 8), (4, 256, 192, 1, 64, 2, 8), (2, 256, 192, 2, 512, 1, 8), (3, 384, 256, 2, 128, 2, 16),
     (6, 128, 96, 2, 128, 1, 8),
 )  # fmt: skip
-SPREAD = ((2, 256, 768, 4, 128, 2), (4, 256, 768, 4, 64, 4), (2, 512, 1536, 4, 128, 2))  # on two ranks, each axis alone
+SPREAD = ((2, 256, 768, 4, 128, 2), (3, 256, 768, 4, 64, 2), (2, 384, 1152, 4, 128, 2))  # on two ranks, each axis alone
 AXES = ("", "tp2", "pp2", "cp2", "fsdp2")
-SPREAD_ROUTED = ((3, 256, 192, 4, 128, 2, 8), (3, 384, 256, 2, 256, 4, 8))
+SPREAD_ROUTED = ((3, 256, 192, 4, 128, 2, 8), (2, 384, 256, 2, 256, 2, 8))
 # Memory: one microbatch, several, recomputed, and next to nothing; shape, axes, recompute.
 HELD = (
     ((4, 256, 768, 8, 256, 1),), ((4, 256, 768, 8, 256, 4),), ((4, 256, 768, 8, 256, 4), "", "full"),

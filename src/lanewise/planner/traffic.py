@@ -30,34 +30,47 @@ def traffic(model: Transformer, c: Choice, sequence: int, stored: float) -> dict
     passes, again = blocks * c.count, np.where(c.recompute == 2, 1.0, 0.0)
     routed = model.routed_layers / model.layers
 
-    def of(size: Number, whole: Number, calls: Number) -> Traffic:
-        """`calls` times, a rank sends the others its share of `whole` bytes, or gets its share of their sums."""
-        return Traffic(calls * whole * (size - 1) / size, np.where(size > 1, calls, 0.0))
+    def of(size: Number, whole: Number, times: Number, small: Number = 0.0) -> Traffic:
+        """So many times a rank sends the others its share of `whole` bytes, or gets its share of their sums. small:
+        calls beside those that carry next to nothing."""
+        return Traffic(times * whole * (size - 1) / size, np.where(size > 1, times + small, 0.0))
 
     dense = blocks * model.block_dense + (2 - model.tied) * model.embedding / c.pp
     experts = blocks * model.block_experts / (c.ep * c.expert_tp)
     dense, experts = dense / c.tp / c.fsdp, experts / c.fsdp  # what a rank keeps
-    # weights come for the forward and again for the backward, or in a pipeline once a step; gradients go each time
-    weights = np.where(c.pp > 1, 1, 2 * c.count) * stored
-    layers = blocks + 1
+    # a block's weights come for the forward and again for the backward, those at the ends once; in a pipeline all once
+    # a step. Gradients go each time.
+    come = np.where(c.pp > 1, 1, 2 * c.count)
+    edges = (2 - model.tied) * model.embedding / c.pp / c.tp / c.fsdp
+    edges_come = np.where(c.pp > 1, 1, c.count)
+    gathered = (dense + experts - edges) * come + edges * edges_come
     copies = c.data * c.cp / c.fsdp
     expert_copies = np.maximum(copies * c.tp / (c.ep * c.expert_tp), 1)
     exchanged = dense * (copies - 1) / copies + experts * (expert_copies - 1) / expert_copies
     back = np.where(c.zero == 0, 4.0, stored)  # what each copy gets: the whole gradient, or the new weights
+    ends = c.count / c.pp * (1 + model.ahead)  # uses of embedding and head
     state = tokens / c.tp * H * stored
     return {
-        "tensor": of(c.tp, tokens * H * stored, passes * (8 + 4 * again) + 4 * c.count / c.pp),
+        # what a router decides travels beside the states
+        "tensor": of(
+            c.tp,
+            tokens * H * stored,
+            passes * (8 + 4 * again) + ends * 4,
+            passes * routed * (6 + 3 * again) + ends * 2,
+        ),
         "context": of(
             c.cp,
             c.micro * sequence * model.kv_heads * (model.head_dim + model.v_dim) * stored / c.tp,
             passes * (2 + again),
         ),
-        "expert": of(c.ep, tokens / c.tp * model.top_k * H * stored, passes * routed * (4 + 2 * again)),
-        "sharded": Traffic(
-            (dense + experts) * (c.fsdp - 1) * (weights + 4 * c.count),
-            np.where(c.fsdp > 1, layers * (np.where(c.pp > 1, 1, 2 * c.count) + c.count), 0.0),
+        "expert": of(
+            c.ep, tokens / c.tp * model.top_k * H * stored, passes * routed * (4 + 2 * again), passes * routed
         ),
-        "copies": Traffic(exchanged * (4 + back), np.where(exchanged > 0, 1.0, 0.0)),
+        "sharded": Traffic(
+            (c.fsdp - 1) * (gathered * stored + (dense + experts) * 4 * c.count),
+            np.where(c.fsdp > 1, blocks * (come + c.count) + edges_come + c.count, 0.0),
+        ),
+        "copies": Traffic(exchanged * (4 + back), np.where(exchanged > 0, 2.0, 0.0)),
         "stages": Traffic(
             np.where(c.pp > 1, 2 * c.count * c.chunks * state, 0.0), np.where(c.pp > 1, 2 * c.count * c.chunks, 0.0)
         ),
