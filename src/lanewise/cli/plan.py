@@ -31,13 +31,14 @@ def run(arguments: argparse.Namespace) -> int:
     from lanewise.planner import explain, report, search
     from lanewise.planner.files import write
     from lanewise.planner.machine import place
+    from lanewise.planner.replay import judged
 
     if arguments.out is not None and arguments.out.exists():
         raise UserError(f"{arguments.out} exists: name a new file with --out, or remove it")
     settings = config.load_words(arguments.words)
     vocab = settings.model.vocab_size or settings.data.vocab_size
     space = search.explore(settings, place(arguments.cluster, arguments.workers, settings), vocab)
-    plans = search.rank(space)
+    plans = judged(space, search.rank(space))
     if not plans:
         raise UserError(explain.nothing_fits(space))
     first = plans[0]
@@ -69,11 +70,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _stands(plan: "Plan | None", text: str, space: "Space", plans: "list[Plan]") -> str:
     from lanewise.planner import explain
+    from lanewise.planner.replay import with_replay
 
     if plan is None:
         return f"{text}: the batch, the model or the devices do not divide so"
     missing = explain.missing_bytes(space, plan)
     if missing > 0:
         return f"{text}: does not fit by {missing / 1e9:.3g} GB a rank ({explain.largest(plan)})"
-    place = next(i for i, other in enumerate(plans, 1) if other.layout == plan.layout)
+    plan = with_replay(space, plan)
+    place = 1 + sum(other.step < plan.step for other in plans if other.layout != plan.layout)
     return f"{text}: number {place} of {len(plans)}; {explain.against(plans[0], plan)}"

@@ -15,6 +15,7 @@ from lanewise.errors import UserError
 from lanewise.parallel.layout import Layout
 from lanewise.planner.explain import against, nothing_fits
 from lanewise.planner.machine import is_probed, place
+from lanewise.planner.replay import judged
 from lanewise.planner.search import Plan, Space, explore, rank
 
 AUTO = "auto"
@@ -27,7 +28,7 @@ def settle(run: Run, workers: int, before: Run | None = None) -> tuple[Run, list
     """
     batch = run.batch
     space = explore(run, place(None, workers, run, guess=True), run.model.vocab_size or run.data.vocab_size)
-    plans = rank(keeping_batch(space))
+    plans = judged(space, rank(keeping_batch(space)))
     if not plans:
         if not space.fits.any():
             raise UserError(nothing_fits(space))

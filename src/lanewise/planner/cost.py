@@ -123,8 +123,10 @@ def step_time(
     cluster: Cluster,
     precision: str = "bf16",
     rates: Rates | None = None,
+    ours: bool = False,
 ) -> Time:
-    """rates: default, those of the precision."""
+    """rates: default, those of the precision. ours: pipelines are cut as our engine cuts them, with the head in the
+    last stage; else as evenly as their layers allow."""
     rates = rates or rates_for(precision)
     c = choice
     block = _block(model, c, sequence, cluster, precision, rates)
@@ -138,21 +140,23 @@ def step_time(
     tensor, expert, context = (
         passes * seconds for seconds in _within(model, c, sequence, cluster, STORED[precision], rates, block.attention)
     )
-    state = c.micro * sequence / c.cp / c.tp * model.hidden * STORED[precision]
-    handed = 2 * c.count * c.chunks * (state / (cluster.inter * rates.network) * 0.5 + cluster.latency[1])
+    handed = 2 * c.count * c.chunks * hand_over(model, c, sequence, cluster, precision, rates)
     data = _between(model, c, cluster, compute, rates)
     if rates.costs is not None:
         sent = traffic(model, c, sequence, STORED[precision])
         took = {axis: sent[axis].seconds(*cost) for axis, cost in rates.costs.items()}
-        tensor, expert, context, handed = (took[axis] for axis in ("tensor", "expert", "context", "stages"))
+        tensor, expert, context = took["tensor"], took["expert"], took["context"]
         data = took["copies"] + took["sharded"]
     steady = compute + head + tensor + expert + context
 
     # a pipeline's first and last microbatch, and stages that are not equal
-    uneven = np.ceil(blocks) * c.pp / model.blocks - 1 if rates.costs is None else cut(model, c.pp)[2] / c.chunks
+    uneven = rates.uneven * (np.ceil(blocks) * c.pp / model.blocks - 1)
+    if ours:
+        uneven = cut(model, c.pp * c.chunks)[2] / c.chunks  # one of a rank's stages is the fullest
     idle = (c.pp - 1) / (c.count * c.chunks)
-    idle = np.where(among(c.schedule, ZERO_BUBBLE), idle / 3, idle)
-    bubble = np.where(c.pp > 1, steady * (rates.bubble * idle + rates.uneven * uneven) + handed, 0.0)
+    splits = (c.recompute == 0) & (c.fsdp == 1)  # else a backward is done in one piece
+    idle = np.where(among(c.schedule, ZERO_BUBBLE) & splits, idle / 3, idle)
+    bubble = np.where(c.pp > 1, steady * (rates.bubble * idle + uneven) + handed, 0.0)
 
     own, experts = _parameters(model, c)
     copies, expert_copies = _copies(c)
@@ -178,6 +182,18 @@ def step_time(
         optimizer,
         jitter,
     )
+
+
+def hand_over(
+    model: Transformer, c: Choice, sequence: int, cluster: Cluster, precision: str, rates: Rates | None = None
+) -> Number:
+    """Seconds between the end of a stage's work on a microbatch and the next stage's start."""
+    rates = rates or rates_for(precision)
+    if rates.costs is not None:
+        sent = traffic(model, c, sequence, STORED[precision])["stages"]
+        return sent.seconds(*rates.costs["stages"]) / (2 * c.count * c.chunks)
+    state = c.micro * sequence / c.cp / c.tp * model.hidden * STORED[precision]
+    return state / (cluster.inter * rates.network) * 0.5 + cluster.latency[1]
 
 
 class _Block(NamedTuple):

@@ -6,6 +6,7 @@ import numpy as np
 
 from lanewise.parallel.layout import Layout
 from lanewise.planner.cluster import Cluster
+from lanewise.planner.replay import with_replay
 from lanewise.planner.search import USABLE, Plan, Space, best_of, explore
 
 SPOKEN = {
@@ -42,7 +43,7 @@ def obvious(space: Space, first: Plan) -> list[str]:
         elif (missing := missing_bytes(space, plan)) > 0:
             lines.append(f"{title}: does not fit by {missing / 1e9:.3g} GB a rank ({largest(plan)})")
         else:
-            lines.append(f"{title}: {against(first, plan)}")
+            lines.append(f"{title}: {against(first, with_replay(space, plan))}")
     return lines
 
 

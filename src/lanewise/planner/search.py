@@ -37,6 +37,7 @@ class Plan:
     low: float
     high: float
     extrapolates: bool
+    choice: Choice
 
     @property
     def step(self) -> float:
@@ -82,7 +83,7 @@ class Space:
     def time(self, choice: Choice) -> Time:
         """Seconds of a step of choices, by part, nothing learned in it."""
         length = self.run.batch.sequence_length
-        return step_time(self.model, choice, length, self.cluster, self.precision, self.where.rates)
+        return step_time(self.model, choice, length, self.cluster, self.precision, self.where.rates, ours=True)
 
     @property
     def size(self) -> int:
@@ -266,6 +267,7 @@ def cost_out(space: Space, place: Any) -> list[Plan]:
                 float(total[i] * low[i]),
                 float(total[i] * high[i]),
                 bool(far[i]),
+                choice.at(i),
             )
         )
     return made

@@ -12,7 +12,7 @@ def cut(model: Transformer, count: Number) -> tuple[Number, Number, Number]:
     one = model.block_flops(0) / 2  # weights that a token meets in a block
     end = model.ahead + model.embedding * (1 + model.ahead) / one
     shape = np.shape(count)
-    count = np.atleast_1d(np.asarray(count, dtype=float))
+    count, which = np.unique(np.asarray(count, dtype=float), return_inverse=True)  # candidates share few of them
     last = np.arange(1.0, model.layers + 1)[:, None]  # layers of the last stage
     others = np.ceil((model.layers - last) / np.maximum(count - 1, 1))
     cost = np.maximum(others, last + end)
@@ -22,4 +22,6 @@ def cut(model: Transformer, count: Number) -> tuple[Number, Number, Number]:
     alone = count == 1
     most = np.where(alone, model.blocks, others[best, columns])
     ends = np.where(alone, model.blocks, last[best, 0] + model.ahead)
-    return most.reshape(shape), ends.reshape(shape), np.where(alone, 0.0, uneven).reshape(shape)
+    found = (most, ends, np.where(alone, 0.0, uneven))
+    most, ends, uneven = (part[which].reshape(shape) for part in found)
+    return most, ends, uneven

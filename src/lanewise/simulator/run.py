@@ -1,6 +1,6 @@
 """One layout of a run in detail: its waterfall, its pipeline as events, and days of it."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -8,15 +8,14 @@ import numpy as np
 from lanewise.config import Run
 from lanewise.errors import UserError
 from lanewise.parallel.layout import Layout
-from lanewise.parallel.stages import recomputes, stages
 from lanewise.planner.choice import SCHEDULES
 from lanewise.planner.machine import Where
+from lanewise.planner.replay import durations, replay, with_replay
 from lanewise.planner.report import numbers, waterfall
 from lanewise.planner.search import USABLE, Plan, Space, cost_out, fixed
-from lanewise.simulator.events import Durations, Event, bubble, simulate, span
+from lanewise.simulator.events import Event, bubble, span
 from lanewise.simulator.goodput import DAY, Faults, checkpoint_interval, days
 from lanewise.simulator.picture import chrome_trace, svg
-from lanewise.simulator.schedules import order
 
 
 @dataclass(frozen=True)
@@ -85,42 +84,15 @@ def simulate_run(
     space = fixed(run, where, schedule, chunks)
     cluster = where.cluster
     plan = cost_out(space, np.array([0]))[0]
-    events = _pipeline(space, plan, schedule, chunks) if plan.layout.pp > 1 else []
+    events = []
+    if plan.layout.pp > 1:
+        if plan.layout.pp * chunks > space.model.layers:
+            raise UserError(
+                f"{plan.layout.pp} ranks with {chunks} stages each: more than model.layers ({space.model.layers})"
+            )
+        events, plan = replay(plan, durations(space, plan), plan.count), with_replay(space, plan)
     faults = Faults(cluster.mtbf, replicas=plan.replicas)
     faults = Faults(cluster.mtbf, replicas=plan.replicas, every=checkpoint_interval(plan.step, cluster.devices, faults))
     pure = plan.step - plan.time["jitter"]
     length = length_days * DAY
     return Simulated(space, plan, events, faults, days(pure, cluster.devices, faults, length, seed), length)
-
-
-def _pipeline(space: Space, plan: Plan, schedule: str, chunks: int) -> list[Event]:
-    """The order with each stage as long as its share of the layers, uneven as `stages` cuts them."""
-    ranks = plan.layout.pp
-    count = ranks * chunks
-    if count > space.model.layers:
-        raise UserError(f"{ranks} ranks with {chunks} stages each: more than model.layers ({space.model.layers})")
-    if plan.chunks != chunks:
-        raise AssertionError("the plan is of another pipeline")
-    time = space.time(space.choice)
-    micro = {f.name: float(np.atleast_1d(getattr(time, f.name))[0]) / plan.count for f in fields(time)}
-    shared = micro["tensor"] + micro["expert"] + micro["context"]
-    forward = (
-        micro["products"] + micro["attention"] / 3.5 * 3 + micro["pointwise"] / 2.5 * 3 + micro["launches"]
-    ) / 3 + shared / 2
-    backward = sum(micro[k] for k in ("products", "attention", "pointwise", "launches", "recompute")) + shared - forward
-    cut = stages(space.run.model, count)
-    weigh = [len(layers) * ranks / space.model.layers for layers in cut]
-    head = micro["head"] * ranks  # all of it is in the last stage
-    f = [forward * share for share in weigh]
-    whole = [backward * share for share in weigh]
-    f[-1], whole[-1] = f[-1] + head / 3, whole[-1] + head * 2 / 3
-    settings, train = space.run.layout, space.run.train
-    splits = [not (recomputes(settings, s) or train.compile or plan.layout.fsdp > 1) for s in range(count)]
-    # a backward that does not split is all in its first half; the first stage's has no input to go down to
-    i = [whole[s] * (0.0 if s == 0 else 0.5) if splits[s] else whole[s] for s in range(count)]
-    w = [all_of_it - first_half for all_of_it, first_half in zip(whole, i, strict=True)]
-    orders = [
-        [a for a in actions if a.kind != "W" or splits[a.stage]]
-        for actions in order(schedule, ranks, plan.count, chunks)
-    ]
-    return simulate(orders, Durations(f, i, w, space.cluster.latency[1]))
