@@ -100,6 +100,15 @@ def test_plan_uses_the_stored_measurements(tmp_path, capsys):
     assert not found["plans"][0]["extrapolates"]
 
 
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"matmul": {}}', "\x00"])
+def test_a_broken_probe_is_named(tmp_path, text, capsys):
+    path = probe_path(str(tmp_path))
+    path.parent.mkdir()
+    path.write_text(text)
+    assert main(["plan", "model.preset=tiny-dense", f"data.cache={tmp_path}", "--workers", "2"]) == 2
+    assert "run `lanewise probe` again" in capsys.readouterr().err
+
+
 def test_auto_keeps_the_batch(tmp_path):
     path = probe_path(str(tmp_path))
     path.parent.mkdir()

@@ -108,6 +108,9 @@ USUAL: dict[str, Any] = {
 }  # fmt: skip
 
 
+NEEDED = ("matmul", "bandwidth", "link", "latency", "memory", "cores", "watts_per_core", "rates")
+
+
 def is_probed(cache: str) -> bool:
     return probe_path(cache).exists()
 
@@ -124,4 +127,7 @@ def read_probe(cache: str) -> dict[str, Any]:
         raise UserError("this machine is not measured yet: run `lanewise probe`, or name a --cluster") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot read the measurements ({error}): run `lanewise probe` again") from None
+    lacking = [key for key in NEEDED if key not in found] if isinstance(found, dict) else list(NEEDED)
+    if lacking:
+        raise UserError(f"{path}: measurements are missing ({', '.join(lacking)}): run `lanewise probe` again")
     return found

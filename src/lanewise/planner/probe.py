@@ -168,7 +168,7 @@ def probe(cache: str, say: Callable[[str], None], place: Place | None = None) ->
     on any other rank."""
     started = time.perf_counter()
     world, between = _launched(place) if place is not None else (None, None)
-    if world is not None:
+    if world is not None and world.group is not None:
         dist.barrier()
         dist.destroy_process_group()
         if world.rank > 0:
