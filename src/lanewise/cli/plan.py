@@ -12,11 +12,22 @@ EXAMPLE = """examples:
   lanewise plan run.toml --cluster "64x8 H100"
   lanewise plan run.toml --cluster cluster.toml --out planned.toml
   lanewise plan model.preset=llama3-8b batch.lanes=512 train.precision=bf16 --cluster "8x8 A100" --rank tp4
+  lanewise plan --module hf:gpt2/config.json batch.sequence_length=1024 --cluster "1x8 A100"     a module of your own
   lanewise plan                                        this machine, as `lanewise probe` measured it"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs="*", metavar="RUN.TOML | section.key=value", help="run file and overrides")
+    parser.add_argument(
+        "--module", metavar="PKG.MOD:FUNCTION | hf:PATH", help="a module of your own, not the run file's model"
+    )
+    parser.add_argument(
+        "--declare",
+        metavar="PATH=FLOPS,BYTES",
+        action="append",
+        default=[],
+        help="with --module: what a part of it that cannot be traced costs a sequence, and keeps for its backward",
+    )
     parser.add_argument("--cluster", help="'NODESxDEVICES NAME' or a TOML file (default: this machine, probed)")
     parser.add_argument("--workers", type=int, help="without --cluster: processes on this machine (default: its cores)")
     parser.add_argument("--top", type=int, default=10, help="how many to show (default: 10)")
@@ -37,7 +48,17 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"{arguments.out} exists: name a new file with --out, or remove it")
     settings = config.load_words(arguments.words)
     vocab = settings.model.vocab_size or settings.data.vocab_size
-    space = search.explore(settings, place(arguments.cluster, arguments.workers, settings), vocab)
+    where = place(arguments.cluster, arguments.workers, settings)
+    if arguments.module is None:
+        space = search.explore(settings, where, vocab)
+    else:
+        from lanewise.planner.foreign import describe_module
+
+        if arguments.out is not None:
+            raise UserError("--out writes a run file, and a run file has no module of your own: leave it out")
+        declared = dict(map(_declared, arguments.declare))
+        model = describe_module(arguments.module, settings.batch.sequence_length, declared)
+        space = search.explore_foreign(settings, where, model)
     plans = judged(space, search.rank(space))
     if not plans:
         raise UserError(explain.nothing_fits(space))
@@ -66,6 +87,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         print(f"written to {arguments.out}")
     return 0
+
+
+def _declared(text: str) -> tuple[str, tuple[int, int]]:
+    from lanewise.errors import UserError
+
+    try:
+        path, numbers = text.split("=")
+        flops, saved = map(float, numbers.split(","))
+    except ValueError:
+        raise UserError(f"--declare {text!r}: write PATH=FLOPS,BYTES, as in encoder.scan=2e9,1e6") from None
+    return path, (int(flops), int(saved))
 
 
 def _stands(plan: "Plan | None", text: str, space: "Space", plans: "list[Plan]") -> str:

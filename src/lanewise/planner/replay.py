@@ -33,8 +33,8 @@ def judged(space: Space, plans: list[Plan]) -> list[Plan]:
 
 
 def with_replay(space: Space, plan: Plan) -> Plan:
-    """The plan with its pipeline's idle time as events tell it; what is not a pipeline, as it is."""
-    if plan.layout.pp == 1:
+    """The plan with its pipeline's idle time as events tell it; what is not a pipeline of a run's model, as it is."""
+    if plan.layout.pp == 1 or space.foreign:
         return plan
     lengths = durations(space, plan)
     looped = plan.layout.pp if plan.chunks > 1 else 1  # goes round in whole rounds

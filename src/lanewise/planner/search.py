@@ -71,6 +71,7 @@ class Space:
     replicas: Floats
     memory: Memory
     fits: Any
+    foreign: bool = False  # the model is a module of the user's, not the run's
 
     @property
     def cluster(self) -> Cluster:
@@ -171,6 +172,13 @@ def explore(run: Run, where: Where, vocab: int = 0) -> Space:
     model = describe(run.model, vocab)
     choice, replicas = candidates(run, model, where.cluster.devices, where.cluster.fast)
     return _space(run, model, where, choice, replicas)
+
+
+def explore_foreign(run: Run, where: Where, model: Transformer) -> Space:
+    """The same for a module of the user's: what `parallelize` can do, which is not context parallelism."""
+    choice, replicas = candidates(run, model, where.cluster.devices, where.cluster.fast)
+    can = np.flatnonzero(choice.cp == 1)
+    return replace(_space(run, model, where, choice.at(can), replicas[can]), foreign=True)
 
 
 def fixed(run: Run, where: Where, schedule: str, chunks: int) -> Space:

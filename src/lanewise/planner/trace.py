@@ -71,7 +71,8 @@ def trace(
         raise UserError(
             f"module {last[0] or type(module).__name__!r} ({type(module.get_submodule(last[0])).__name__}) cannot be "
             f"followed on the meta device: {reason}; "
-            f"declare it: trace(..., declared={{{last[0]!r}: (FLOPs, saved bytes)}})"
+            f"declare it: trace(..., declared={{{last[0]!r}: (FLOPs, saved bytes)}}), or --declare "
+            f"{last[0]}=FLOPS,BYTES"
         ) from error
     finally:
         for handle in handles:
