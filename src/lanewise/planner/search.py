@@ -252,13 +252,13 @@ def cost_out(space: Space, place: Any) -> list[Plan]:
     total = np.broadcast_to(time.total, (len(place),))
     length = run.batch.sequence_length
     factor, low, high, far = space.where.correct(features(space.model, choice, length, cluster, space.precision, time))
+    seconds = {f.name: np.broadcast_to(getattr(time, f.name), total.shape) for f in fields(Time)}
+    held = {f.name: np.broadcast_to(getattr(space.memory, f.name), space.fits.shape)[place] for f in fields(Memory)}
+    numbers = [getattr(choice, f.name) for f in fields(Choice)]
     made = []
     for i, at in enumerate(place):
-        parts = {f.name: float(np.broadcast_to(getattr(time, f.name), total.shape)[i]) for f in fields(Time)}
+        parts = {name: float(values[i]) for name, values in seconds.items()}
         parts["correction"] = float(total[i] * (factor[i] - 1))
-        held = {
-            f.name: float(np.broadcast_to(getattr(space.memory, f.name), space.fits.shape)[at]) for f in fields(Memory)
-        }
         axes = {axis: int(getattr(choice, axis)[i]) for axis in ("pp", "fsdp", "cp", "ep", "tp")}
         made.append(
             Plan(
@@ -271,11 +271,11 @@ def cost_out(space: Space, place: Any) -> list[Plan]:
                 int(choice.chunks[i]),
                 int(choice.zero[i]),
                 parts,
-                held,
+                {name: float(values[i]) for name, values in held.items()},
                 float(total[i] * low[i]),
                 float(total[i] * high[i]),
                 bool(far[i]),
-                choice.at(i),
+                Choice(*(values[i] for values in numbers)),
             )
         )
     return made
