@@ -36,7 +36,8 @@ MOVED = 1.25  # ratio of two measured step times that calls for another look
 SHARE = 1e-3  # of the run's time may go into looks
 BUILD = 0.5  # seconds to set up another layout, before its tensors are moved
 # Variances of log(measured / predicted): what moves all layouts alike (load, clocks; without a probe, the kind of
-# machine), what is a layout's own (predictions here: median error 12%, p90 34%), and that of a median of a few steps.
+# machine), what is a layout's own (set when predictions here had a median error of 12%, p90 34%), and that of a median
+# of a few steps.
 PROBED, UNPROBED, OWN, NOISE = 0.15, 2.5, 0.04, 0.002
 PLAIN: dict[str, Any] = {"schedule": "1f1b", "chunks": 0, "stages": (), "recompute_stages": ()}
 

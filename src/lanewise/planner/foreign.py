@@ -29,7 +29,7 @@ def describe_module(source: str, sequence: int, declared: Mapping[str, tuple[int
         module.set_attn_implementation("eager")  # type: ignore[operator]
         inputs = {"input_ids": inputs, "attention_mask": torch.ones_like(inputs)}
     ids = next(iter(inputs.values())) if isinstance(inputs, dict) else inputs
-    tokens, length = ids.shape[:2].numel(), ids.shape[-1] if ids.ndim == 1 else ids.shape[1]
+    tokens, length = ids.shape[:2].numel(), ids.shape[:2][-1]
     if isinstance(inputs, dict):
         module = _Named(module)
         declared = {f"module.{path}": told for path, told in declared.items()}

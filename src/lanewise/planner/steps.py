@@ -1,7 +1,7 @@
 """A training step of a run, again and again, without its data and records: what `probe` times.
 
-Times are taken in rounds: every run once, then every run again. A neighbour that slows the machine down for some
-seconds then spoils a round, not a run, and the lower quartile over the rounds leaves it out.
+Times are taken in rounds, every run once, then every run again, so that a neighbour who slows the machine down for some
+seconds spoils a round, not a run.
 """
 
 import json
